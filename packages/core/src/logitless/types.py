@@ -1,0 +1,222 @@
+"""What packages exchange: results, the plugin protocols, and the flat problem that a backend solves.
+
+Shape suffixes: N tokens, n scored tokens (n <= N), D hidden size, V vocab rows of this rank, r LoRA rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "PROTOCOL",
+    "Adapter",
+    "Backend",
+    "CausalLMOutputForPPO",
+    "ForwardFn",
+    "Forwarded",
+    "Gradients",
+    "Needs",
+    "Problem",
+    "Request",
+    "TokenLogProbs",
+]
+
+PROTOCOL = 1
+"""Version of the contract between core and its plugins; a plugin states the one that it was written for."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogProbs:
+    """Scores of tokens, in nats: float32, or float64 for float64 inputs, shaped like the labels."""
+
+    log_probs: Tensor
+    entropy: Tensor | None
+
+
+@runtime_checkable
+class CausalLMOutputForPPO(Protocol):
+    """What a bound model returns; each adapter has one concrete class of this name."""
+
+    @property
+    def log_probs(self) -> Tensor | None: ...
+    @property
+    def entropy(self) -> Tensor | None: ...
+    @property
+    def values(self) -> Tensor | None: ...
+    @property
+    def loss(self) -> Tensor | None: ...
+    @property
+    def logits(self) -> None: ...
+    @property
+    def past_key_values(self) -> Any: ...
+    @property
+    def hidden_states(self) -> Any: ...
+    @property
+    def attentions(self) -> Any: ...
+    @property
+    def aux_loss(self) -> Tensor | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a call asks for, without its tensors: enough for a backend to say whether it can serve.
+
+    `n_tokens` is a size hint for `kept_shape`; under `torch.compile` it may be symbolic, and `supports` must not
+    depend on it.
+    """
+
+    device: torch.device
+    hidden_dtype: torch.dtype
+    weight_dtype: torch.dtype
+    n_tokens: int
+    hidden_size: int
+    vocab_rows: int  # rows of this rank's weight, padding included
+    bias: bool = False
+    softcap: bool = False
+    lora_rank: int = 0  # 0: no LoRA pair
+    per_token_temperature: bool = False
+    entropy: bool = True
+    entropy_grad: bool = True
+    needs_grad: bool = True
+    grad_buffer: bool = False
+    group_size: int = 1  # ranks that share the vocabulary
+    workspace_bytes: int = 512 << 20
+    validate: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One call's inputs: flat, checked, and not to be written.
+
+    `live` holds the ascending indices of the tokens to score, or None for all N. `dead` is given instead when
+    nothing may be compacted (`validate=False`): a mask of the tokens whose hidden state must be read as zero, so
+    that garbage in it reaches neither an output nor a gradient.
+    """
+
+    hidden: Tensor  # [N, D]
+    weight: Tensor  # [V, D]
+    bias: Tensor | None  # [V]
+    lora_u: Tensor | None  # [N, r]
+    lora_b: Tensor | None  # [V, r]
+    labels: Tensor  # [N] int64, global vocab ids; anything at tokens that are not live
+    temperature: Tensor | float  # [N] in the accumulation dtype, or one number
+    scale: float
+    softcap: float | None
+    vocab_start: int  # global id of row 0
+    vocab_valid: int  # rows of this rank that are real; the rest are padding
+    vocab_size: int  # real rows over all ranks
+    live: Tensor | None  # [n] int64
+    dead: Tensor | None  # [N] bool
+    workspace_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Forwarded:
+    """A backend's forward: scores of the n live tokens, and what its own backward wants back."""
+
+    log_probs: Tensor  # [n] float32, or float64 for float64 inputs
+    entropy: Tensor | None  # [n], same dtype
+    stats: Tensor  # [3, n], same dtype; opaque to core
+    kept: Tensor  # [kept_shape] uint8; opaque to core
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Which gradients are asked for; a backend does no work for the others."""
+
+    hidden: bool = False
+    weight: bool = False
+    bias: bool = False
+    lora_u: bool = False
+    lora_b: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """Gradients in their inputs' shapes and dtypes; None where none was asked for."""
+
+    hidden: Tensor | None = None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    lora_u: Tensor | None = None
+    lora_b: Tensor | None = None
+
+
+class Backend(Protocol):
+    """Solves a `Problem`; equals `logitless.reference` within the project's precision contract.
+
+    The functions are plain: autograd, custom ops, validation, ignored tokens and the choice of backend are core's.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def priority(self) -> int:
+        """The highest that supports a request is chosen when nobody names one."""
+        ...
+
+    @property
+    def protocol(self) -> int: ...
+
+    def supports(self, request: Request) -> str | None:
+        """None if the request can be served, else a sentence that the user reads."""
+        ...
+
+    def kept_shape(self, request: Request, keep_bytes: int) -> tuple[int, ...]:
+        """Shape of the uint8 buffer that `forward` returns as `kept`: at most `keep_bytes` elements."""
+        ...
+
+    def forward(self, problem: Problem, *, entropy: bool, kept_shape: tuple[int, ...]) -> Forwarded: ...
+
+    def backward(
+        self,
+        problem: Problem,
+        stats: Tensor,
+        kept: Tensor,
+        grad_log_probs: Tensor,
+        grad_entropy: Tensor | None,
+        needs: Needs,
+        grad_buffer: Tensor | None,
+    ) -> Gradients:
+        """Gradients for upstream [n] gradients; with `grad_buffer` [V, D] float32, d_weight is added into it."""
+        ...
+
+
+class ForwardFn(Protocol):
+    """A model bound for training: this rank's tokens in, their scores out."""
+
+    def __call__(
+        self,
+        batch: Any,
+        *,
+        temperature: Tensor | float = 1.0,
+        entropy: bool = True,
+        entropy_grad: bool = True,
+        loss_fn: Callable[[TokenLogProbs, Tensor], Tensor] | None = None,
+        keep_bytes: int = 0,
+        multi_modal_inputs: Mapping[str, Any] | None = None,
+    ) -> CausalLMOutputForPPO: ...
+
+
+class Adapter(Protocol):
+    """Binds the models of one framework."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def protocol(self) -> int: ...
+
+    def supports(self, model: Any) -> str | None:
+        """None if this adapter knows the model, else a sentence that the user reads."""
+        ...
+
+    def make_forward(self, model: Any, layout: str, backend: str | None) -> ForwardFn: ...
+
+    def inspect(self, path: str) -> Mapping[str, Any]:
+        """The verdict on a checkpoint's head, as names and values to print."""
+        ...
