@@ -1,0 +1,143 @@
+"""Every check of this repository, one session each; plain `nox` runs those that a change must pass.
+
+The packages come from the working tree. Pins that only this repository's own runs need are here and nowhere else.
+`LOGITLESS_TORCH` replaces torch's, e.g. `LOGITLESS_TORCH="torch==2.11.*" nox -s "tests(torch)"`; which build of it
+(CPU or CUDA) comes is pip's own configuration, as anywhere.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2025.5.1"
+nox.options.default_venv_backend = "virtualenv"
+nox.options.reuse_venv = "yes"
+nox.options.error_on_external_run = True
+
+ROOT = Path(__file__).parent
+# Named in every `pip install` that brings a package of ours: given only their range, pip takes the newest.
+TORCH = os.environ.get("LOGITLESS_TORCH", "torch==2.13.0")
+# No test may reach for a model hub.
+ENV = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+FOLDERS = {
+    "core": "packages/core",
+    "torch": "packages/backend-torch",
+    "triton": "packages/backend-triton",
+    "hf": "packages/adapter-hf",
+    "mcore": "packages/adapter-mcore",
+}
+# What each package is tested with, itself last: core, and for an adapter one backend.
+TESTED_WITH = {
+    "core": ["core"],
+    "torch": ["core", "torch"],
+    "triton": ["core", "triton"],
+    "hf": ["core", "torch", "hf"],
+    "mcore": ["core", "torch", "mcore"],
+}
+EXTRAS = {"hf": "[score,plot]"}
+TRANSFORMERS = {"4.56": "transformers==4.56.*", "5.3": "transformers==5.3.*", "5.x": "transformers==5.*"}
+
+
+def install(session: nox.Session, names: list[str], *more: str, tests_of: str | None = None) -> None:
+    """Installs packages of ours editable, in one command so that they resolve against each other."""
+    wanted = [TORCH, *more]
+    for name in names:
+        wanted += ["-e", FOLDERS[name] + EXTRAS.get(name, "")]
+    if tests_of:
+        wanted += ["--group", f"{FOLDERS[tests_of]}/pyproject.toml:test"]
+    session.install(*wanted)
+
+
+@nox.session
+@nox.parametrize("package", [nox.param(name, id=name) for name in FOLDERS])
+def tests(session: nox.Session, package: str) -> None:
+    """One package's tests, with nothing installed that it does not need."""
+    install(session, TESTED_WITH[package], tests_of=package)
+    session.run("pytest", f"{FOLDERS[package]}/tests", *session.posargs, env=ENV)
+
+
+@nox.session
+def integration(session: nox.Session) -> None:
+    """All packages together: each adapter on each backend, and what holds across packages."""
+    install(session, list(FOLDERS), tests_of="hf")
+    session.run("pytest", "tests", *session.posargs, env=ENV)
+
+
+@nox.session
+def isolation(session: nox.Session) -> None:
+    """Each package as a user installs it: its wheel and core's in a new venv, with nothing else."""
+    session.install("pytest>=9")
+    venvs = Path(session.create_tmp()) / "venvs"
+    for name, folder in FOLDERS.items():
+        session.run("python", "-m", "venv", "--clear", str(venvs / name), silent=True)
+        python = venvs / name / ("Scripts" if os.name == "nt" else "bin") / "python"
+        wheels = [f"./{path}" for path in dict.fromkeys([FOLDERS["core"], folder])]
+        session.run(str(python), "-m", "pip", "install", "-q", TORCH, *wheels, external=True)
+    session.run("pytest", "tests/isolation", *session.posargs, env={**ENV, "LOGITLESS_VENVS": str(venvs)})
+    shutil.rmtree(venvs)
+
+
+@nox.session
+def plugins(session: nox.Session) -> None:
+    """Plugins by others, good and broken, installed beside core and the torch backend."""
+    fixtures = sorted(str(path.parent) for path in (ROOT / "tests/plugins/dists").glob("*/pyproject.toml"))
+    install(session, ["core", "torch"], "pytest>=9", *fixtures)
+    session.run("pytest", "tests/plugins", *session.posargs, env=ENV)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Ruff's rules and its format."""
+    session.install("ruff==0.17.*")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Mypy, strict, over every package."""
+    install(session, list(FOLDERS), "mypy==2.4.*")
+    session.run("mypy", *(f"{folder}/src" for folder in FOLDERS.values()))
+
+
+@nox.session
+def build(session: nox.Session) -> None:
+    """Each package's sdist and the wheel built from it, both checked."""
+    session.install("build", "twine", "check-wheel-contents")
+    dist = Path(session.create_tmp()) / "dist"
+    shutil.rmtree(dist, ignore_errors=True)
+    for folder in FOLDERS.values():
+        session.run("python", "-m", "build", "--outdir", str(dist), folder, silent=True)
+    built = sorted(map(str, dist.iterdir()))
+    session.run("twine", "check", "--strict", *built)
+    session.run("check-wheel-contents", *(path for path in built if path.endswith(".whl")))
+
+
+@nox.session(default=False)
+@nox.parametrize("transformers", [nox.param(spec, id=name) for name, spec in TRANSFORMERS.items()])
+def compat(session: nox.Session, transformers: str) -> None:
+    """The Hugging Face adapter's tests on the oldest, a pinned and the newest supported transformers."""
+    install(session, TESTED_WITH["hf"], transformers, tests_of="hf")
+    session.run("pytest", f"{FOLDERS['hf']}/tests", *session.posargs, env=ENV)
+
+
+@nox.session(default=False)
+def demo(session: nox.Session) -> None:
+    """Scores a real file with a small real model, checks it, and trains a few steps."""
+    install(session, ["core", "torch", "hf"], "gguf")
+    session.run("python", "examples/demo.py", *session.posargs)
+
+
+@nox.session(default=False)
+def bench(session: nox.Session) -> None:
+    """Runs one benchmark: `nox -s bench -- NAME [its options]`; without a name it lists them."""
+    scripts = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py"))
+    if not session.posargs or session.posargs[0] not in scripts:
+        session.error(f"name one of the scripts in benchmarks/: {', '.join(scripts) or 'there is none yet'}")
+    install(session, ["core", "torch", "hf"], "trl==1.16.*")
+    session.run("python", f"benchmarks/{session.posargs[0]}.py", *session.posargs[1:])
