@@ -1,0 +1,71 @@
+"""The command line of `logitless score`; light to import, since core's CLI imports every command to list it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["score"]
+
+
+def score(
+    model: Annotated[Path, typer.Option(help="Folder of a causal model and its tokenizer; no hub is contacted.")],
+    input: Annotated[Path, typer.Option(help="JSONL file: prompt and completion, messages, or input_ids.")],
+    output: Annotated[Path, typer.Option(help="File to write: a name that ends in .parquet or .jsonl.")],
+    temperature: Annotated[float, typer.Option(help="Divides the logits.")] = 1.0,
+    backend: Annotated[
+        str | None, typer.Option(help="Name of a backend.", envvar="LOGITLESS_BACKEND", show_default="automatic")
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="bfloat16, float16, float32 or float64.", show_default="the checkpoint's"),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(help="cpu, cuda or cuda:N.", show_default="this rank's GPU if there is one"),
+    ] = None,
+    max_tokens_per_batch: Annotated[
+        int, typer.Option(help="Tokens to a batch, padding included; a longer record goes alone.")
+    ] = 8192,
+    records_per_part: Annotated[
+        int, typer.Option(help="Records read, sorted by length and saved together: what an interruption can cost.")
+    ] = 128,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run, or begin one.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an output or a run that is there.")] = False,
+) -> None:
+    """Log-prob and entropy of every completion token in a file of records.
+
+    Start it with torchrun to share the records over several processes.
+    """
+    from rich.console import Console
+    from transformers.utils import logging
+
+    from logitless_hf.score.options import Options
+    from logitless_hf.score.runner import run
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    options = Options(
+        model=model,
+        input=input,
+        output=output,
+        temperature=temperature,
+        backend=backend,
+        dtype=dtype,
+        device=device,
+        max_tokens_per_batch=max_tokens_per_batch,
+        records_per_part=records_per_part,
+        resume=resume,
+        overwrite=overwrite,
+    )
+    summary = run(options, console)
+    earlier = summary.records - summary.scored_records
+    console.print(
+        f"{output}: {summary.records} records"
+        + (f", {earlier} of them scored earlier or by other ranks" if earlier else f", {summary.tokens} tokens scored"),
+        highlight=False,
+        soft_wrap=True,
+    )

@@ -1,0 +1,127 @@
+"""What the user asked for, checked before anything is read or loaded."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict
+
+import logitless
+from logitless.errors import InvalidInputError, NotFoundError, UnsupportedError
+
+__all__ = ["Options"]
+
+_DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
+
+
+class Options(BaseModel):
+    """The options of `logitless score`; `check` says in full what is wrong with one."""
+
+    model_config = ConfigDict(frozen=True)
+
+    model: Path
+    input: Path
+    output: Path
+    temperature: float = 1.0
+    backend: str | None = None
+    dtype: str | None = None
+    device: str | None = None
+    max_tokens_per_batch: int = 8192
+    records_per_part: int = 128
+    resume: bool = False
+    overwrite: bool = False
+
+    def check(self) -> None:
+        """Raise for the first option that cannot be served."""
+        if not (math.isfinite(self.temperature) and self.temperature > 0):
+            raise InvalidInputError(
+                f"--temperature: got {self.temperature}, expected a finite number above 0 (1 scores the model as it is)"
+            )
+        for flag, value in (
+            ("--max-tokens-per-batch", self.max_tokens_per_batch),
+            ("--records-per-part", self.records_per_part),
+        ):
+            if value < 1:
+                raise InvalidInputError(f"{flag}: got {value}, expected 1 or more")
+        if self.resume and self.overwrite:
+            raise InvalidInputError("got --resume and --overwrite: give one, to go on with a run or to begin it anew")
+        self._check_output()
+        if self.dtype is not None and self.dtype not in _DTYPES:
+            raise InvalidInputError(
+                f"--dtype: got {self.dtype!r}, expected {', '.join(_DTYPES)}, or leave it out for the checkpoint's own"
+            )
+        self._check_backend()
+        self.torch_device(0)
+
+    def torch_dtype(self) -> torch.dtype | None:
+        """The dtype to load the model in; None for the checkpoint's own."""
+        return None if self.dtype is None else _DTYPES[self.dtype]
+
+    def torch_device(self, local_rank: int) -> torch.device:
+        """The device to run on: by default this rank's GPU where there is one, else the CPU."""
+        if self.device is None:
+            return torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+        try:
+            device = torch.device(self.device)
+            torch.empty(0, device=device)
+        except (RuntimeError, AssertionError, NotImplementedError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise InvalidInputError(
+                f"--device: got {self.device!r}, which cannot be used here ({reason}); "
+                "expected cpu, or cuda on a machine with a GPU and a CUDA build of torch"
+            ) from error
+        if device.type == "meta":
+            raise InvalidInputError("--device: got 'meta', which holds no numbers; expected cpu or cuda")
+        return torch.device("cuda", local_rank) if device == torch.device("cuda") else device
+
+    def that_shape_results(self) -> dict[str, Any]:
+        """The options that a resumed run must share with the run it goes on with."""
+        return {
+            "temperature": self.temperature,
+            "backend": self.backend,
+            "dtype": self.dtype,
+            "device": self.torch_device(0).type,
+            "max_tokens_per_batch": self.max_tokens_per_batch,
+            "records_per_part": self.records_per_part,
+            "format": self.output.suffix,
+        }
+
+    def _check_output(self) -> None:
+        if self.output.suffix not in (".jsonl", ".parquet"):
+            raise InvalidInputError(f"--output: got {self.output}, expected a name that ends in .parquet or .jsonl")
+        if self.output.suffix == ".parquet" and importlib.util.find_spec("pyarrow") is None:
+            raise NotFoundError(
+                f"--output: {self.output.name} needs pyarrow, which is not installed: "
+                "pip install 'logitless-hf[score]', or choose a name that ends in .jsonl"
+            )
+        if self.output.is_dir():
+            raise InvalidInputError(f"--output: got {self.output}, which is a folder; expected a file's name")
+        if not self.output.parent.is_dir():
+            raise InvalidInputError(f"--output: the folder {self.output.parent} does not exist; make it first")
+        if self.output.exists() and self.input.exists() and self.output.samefile(self.input):
+            raise InvalidInputError(f"--output: got {self.output}, which is the input; choose another name")
+
+    def _check_backend(self) -> None:
+        if self.backend is None:
+            return
+        statuses = logitless.backends()
+        for status in statuses:
+            if status.name == self.backend and not status.ok:
+                raise UnsupportedError(
+                    f"--backend: {self.backend!r} of {status.dist} cannot be loaded: {status.reason}"
+                )
+        names = sorted(status.name for status in statuses)
+        if self.backend not in names:
+            raise NotFoundError(
+                f"--backend: got {self.backend!r}, expected one of those installed ({', '.join(names) or 'none'}); "
+                "for the torch backend: pip install logitless-torch"
+            )

@@ -1,0 +1,223 @@
+"""The run: check everything, load the model, score part after part, merge.
+
+The input is read twice. The first pass parses and tokenises every record, so that a bad one is reported before the
+model is loaded and not after hours of work; the second feeds the model. Neither holds more than one part's records.
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from itertools import groupby
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from logitless.errors import InvalidInputError, LogitlessError, UnsupportedError
+from logitless_hf import bind
+from logitless_hf.score.batches import TokenSequence, collate, plan
+from logitless_hf.score.checkpoint import Checkpoint
+from logitless_hf.score.encode import Encoder
+from logitless_hf.score.options import Options
+from logitless_hf.score.ranks import Ranks, join
+from logitless_hf.score.records import InputFile, parse
+from logitless_hf.score.writer import Output, Row, refuse_other_run, row
+
+__all__ = ["Summary", "run"]
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What this process did: records and completion tokens that it scored itself, parts found done not counted."""
+
+    records: int
+    tokens: int
+    scored_records: int
+    scored_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Census:
+    records: int
+    tokens: int  # scored tokens of this rank's share
+    share: int  # records of this rank's share
+    sha256: str
+
+
+def run(options: Options, console: Console) -> Summary:
+    """Score a file as `options` say; progress goes to `console` if it is a terminal."""
+    with join() as ranks, _progress(console, ranks) as progress:
+        return _Run(options, ranks, progress).run()
+
+
+class _Run:
+    def __init__(self, options: Options, ranks: Ranks, progress: Progress) -> None:
+        self.options = options
+        self.ranks = ranks
+        self.progress = progress
+        self.output = Output(options.output)
+
+    def run(self) -> Summary:
+        options, ranks, output = self.options, self.ranks, self.output
+        with ranks.together():
+            options.check()
+            source = InputFile(options.input)
+            output.refuse_existing(resume=options.resume, overwrite=options.overwrite)
+            checkpoint = Checkpoint(options.model)
+            encoder = Encoder(checkpoint.tokenizer, checkpoint.vocab_size, checkpoint.max_positions)
+            census = self._check_records(source, encoder)
+            manifest = self._manifest(checkpoint, census)
+            complete = options.resume and output.is_complete()
+            if complete:
+                refuse_other_run((output.metadata() or {}).get("run", {}), manifest, output.path)
+        if complete:
+            return Summary(census.records, census.tokens, 0, 0)
+        with ranks.together():
+            if ranks.rank == 0:
+                output.begin(manifest, overwrite=options.overwrite)
+        with ranks.together():
+            if not output.folder.is_dir():
+                raise InvalidInputError(
+                    f"--output: rank {ranks.rank} does not see {output.folder}, which rank 0 made; "
+                    "give a folder that all ranks share"
+                )
+            model = checkpoint.load(options.torch_dtype(), options.torch_device(ranks.local_rank))
+            bind(model, backend=options.backend)
+        # No rank waits inside: one that fails ends at once, and torchrun ends the others.
+        records, tokens = self._score(model, source, encoder, census)
+        with ranks.together():
+            pass
+        with ranks.together():
+            if ranks.rank == 0:
+                parts = math.ceil(census.records / options.records_per_part)
+                double = model.dtype == torch.float64
+                output.merge(parts, self._metadata(manifest, encoder, model), double=double)
+        return Summary(census.records, census.tokens, records, tokens)
+
+    def _check_records(self, source: InputFile, encoder: Encoder) -> _Census:
+        task = self.progress.add_task("checking records", total=None)
+        share = tokens = 0
+        for _, sequences in self._parts(source, encoder, lambda part: False):
+            share += len(sequences)
+            tokens += sum(len(sequence.ids) - sequence.prompt_length for sequence in sequences)
+            self.progress.update(task, completed=share)
+        self.progress.remove_task(task)
+        if source.records == 0:
+            raise InvalidInputError(f"--input: {source.path} is empty, expected one or more lines of JSON")
+        return _Census(source.records, tokens, share, source.sha256)
+
+    def _parts(
+        self, source: InputFile, encoder: Encoder, skip: Callable[[int], bool]
+    ) -> Iterator[tuple[int, list[TokenSequence]]]:
+        """This rank's parts, every size-th of all, each with its records as tokens."""
+        size = self.options.records_per_part
+        for part, lines in groupby(source.lines(), key=lambda line: line[0].record // size):
+            if part % self.ranks.size == self.ranks.rank and not skip(part):
+                yield part, [encoder(parse(raw, place), place) for place, raw in lines]
+
+    def _score(self, model: Any, source: InputFile, encoder: Encoder, census: _Census) -> tuple[int, int]:
+        """Score the parts that are not there yet; how many records and tokens that was."""
+        task = self.progress.add_task("scoring records", total=census.share)
+        records = tokens = 0
+
+        def is_done(part: int) -> bool:
+            done = self.output.has_part(part)
+            if done:
+                size = self.options.records_per_part
+                self.progress.advance(task, min(size, census.records - part * size))
+            return done
+
+        for part, sequences in self._parts(source, encoder, is_done):
+            rows: list[Row] = []
+            for batch in plan([len(sequence.ids) for sequence in sequences], self.options.max_tokens_per_batch):
+                rows += score_batch(model, [sequences[index] for index in batch], encoder, self.options.temperature)
+                self.progress.advance(task, len(batch))
+            self.output.write_part(part, sorted(rows, key=lambda row: int(row["record"])))
+            records += len(rows)
+            tokens += sum(len(row["token_ids"]) for row in rows)
+        if source.sha256 != census.sha256:
+            raise InvalidInputError(
+                f"--input: {source.path} changed while it was being scored; begin anew with --overwrite"
+            )
+        return records, tokens
+
+    def _manifest(self, checkpoint: Checkpoint, census: _Census) -> dict[str, Any]:
+        packages = ("logitless", "logitless-hf", "torch", "transformers", "tokenizers")
+        return {
+            "options": self.options.that_shape_results(),
+            "input": {"sha256": census.sha256, "records": census.records},
+            "model": {"sha256": checkpoint.fingerprint()},
+            "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
+        }
+
+    def _metadata(self, manifest: dict[str, Any], encoder: Encoder, model: Any) -> dict[str, Any]:
+        return {
+            "run": manifest,
+            "input": str(self.options.input),
+            "model": {
+                "path": str(self.options.model),
+                "class": type(model).__name__,
+                "dtype": str(model.dtype).removeprefix("torch."),
+            },
+            "ranks": self.ranks.size,
+            "tokenization": encoder.describe(),
+            "columns": {
+                "record": "line number in the input, from 0",
+                "token_ids, tokens": "the completion's tokens; tokens are the vocabulary's own strings",
+                "log_probs, entropy": "nats, of the distribution at the given temperature",
+                "sum_log_prob, mean_entropy": "over the completion's tokens",
+            },
+        }
+
+
+@torch.no_grad()
+def score_batch(model: Any, sequences: list[TokenSequence], encoder: Encoder, temperature: float) -> list[Row]:
+    """The scores of some sequences, by a model that is bound; one row for each, in their order."""
+    batch = collate(sequences, model.device)
+    try:
+        out = model(
+            input_ids=batch.input_ids,
+            attention_mask=batch.attention_mask,
+            shift_labels=batch.shift_labels,
+            return_log_probs=True,
+            temperature=temperature,
+            entropy_grad=False,
+            use_cache=False,
+        )
+    except torch.OutOfMemoryError as error:
+        raise UnsupportedError(
+            f"a batch of {batch.input_ids.numel()} tokens does not fit in memory; lower --max-tokens-per-batch, then "
+            "begin anew with --overwrite"
+        ) from error
+    log_probs_BT, entropy_BT = out.log_probs.cpu(), out.entropy.cpu()
+    rows = []
+    for index, sequence in enumerate(sequences):
+        scored = slice(sequence.prompt_length - 1, len(sequence.ids) - 1)
+        log_probs, entropy = log_probs_BT[index, scored], entropy_BT[index, scored]
+        if not bool(torch.isfinite(log_probs).all() and torch.isfinite(entropy).all()):
+            raise LogitlessError(
+                f"record {sequence.record}: the model gives log-probs or entropies that are not finite; "
+                "try --dtype float32 or bfloat16, and check the model's weights"
+            )
+        ids = sequence.ids[sequence.prompt_length :]
+        double = log_probs.dtype == torch.float64
+        rows.append(row(sequence.record, ids, encoder.tokens(ids), log_probs.tolist(), entropy.tolist(), double=double))
+    return rows
+
+
+def _progress(console: Console, ranks: Ranks) -> Progress:
+    name = f"rank {ranks.rank}: " if ranks.size > 1 else ""
+    return Progress(
+        TextColumn(name + "{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal or ranks.rank > 0,
+    )
