@@ -1,0 +1,1 @@
+"""Plugins that are each broken in their own way."""

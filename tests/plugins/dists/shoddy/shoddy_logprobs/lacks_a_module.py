@@ -1,0 +1,3 @@
+"""Imports what is not installed."""
+
+import a_module_that_nobody_has  # noqa: F401
