@@ -28,7 +28,7 @@ print(package.__version__, importlib.metadata.version({dist!r}))
 """
 
 CALL = """
-import torch, logitless
+import torch, logitless, logitless.reference
 from logitless.errors import NotFoundError
 hidden, weight = torch.randn(5, 4, requires_grad=True), torch.randn(7, 4, requires_grad=True)
 try:
@@ -38,7 +38,7 @@ except NotFoundError as error:
 """
 
 SOLVE = """
-import torch, logitless
+import torch, logitless, logitless.reference
 hidden, weight = torch.randn(5, 4, requires_grad=True), torch.randn(7, 4, requires_grad=True)
 labels = torch.tensor([0, 6, -100, 3, 3])
 grads = []
@@ -91,7 +91,7 @@ def test_core_alone_names_the_backend_to_install(python_in: Python) -> None:
 
 def test_core_alone_names_the_adapter_to_install(python_in: Python) -> None:
     code = """
-import torch, logitless
+import torch, logitless, logitless.reference
 try:
     logitless.make_forward(torch.nn.Linear(2, 2))
 except logitless.errors.NotFoundError as error:

@@ -9,7 +9,7 @@ import torch
 import typer
 from torch import Tensor
 
-from logitless import Forwarded, ForwardFn, Gradients, Needs, Problem, Request
+from logitless.types import Forwarded, ForwardFn, Gradients, Needs, Problem, Request
 
 
 class AcmeBackend:
