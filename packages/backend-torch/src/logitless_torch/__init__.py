@@ -1,0 +1,9 @@
+"""The PyTorch backend of logitless: tile by tile, on any device, in any float dtype."""
+
+from importlib.metadata import version
+
+from logitless_torch.backend import TorchBackend
+
+__version__ = version("logitless-torch")
+
+__all__ = ["TorchBackend"]

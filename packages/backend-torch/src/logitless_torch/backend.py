@@ -1,0 +1,31 @@
+"""The plugin that core finds: plain functions behind the `Backend` protocol."""
+
+from __future__ import annotations
+
+import torch
+
+from logitless.types import Request
+from logitless_torch.backward import backward
+from logitless_torch.forward import forward
+
+__all__ = ["TorchBackend"]
+
+
+class TorchBackend:
+    """Equals `logitless.reference` on every device that PyTorch runs on, in tiles bounded by `workspace_bytes`."""
+
+    name = "torch"
+    priority = 0
+    protocol = 1
+
+    def supports(self, request: Request) -> str | None:
+        """None: every request of this protocol can be served."""
+        return None
+
+    def kept_shape(self, request: Request, keep_bytes: int) -> tuple[int, ...]:
+        """Room for the fp32 (fp64) logits of as many tiles as `keep_bytes` allows."""
+        wide = torch.float64 in (request.hidden_dtype, request.weight_dtype)
+        return (min(keep_bytes, request.n_tokens * request.vocab_rows * (8 if wide else 4)) // 8 * 8,)
+
+    forward = staticmethod(forward)
+    backward = staticmethod(backward)

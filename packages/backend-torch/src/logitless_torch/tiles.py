@@ -1,0 +1,147 @@
+"""How the torch backend cuts [n, V] into tiles, and one tile's logits.
+
+Tiles depend on n, D, V, dtype, device and `workspace_bytes` only, never on which outputs or gradients are wanted:
+the same call with or without a gradient gives the same bits.
+
+Shape suffixes: n live tokens, R rows (tokens) of a tile, C columns (vocab rows) of a tile, D hidden size, V vocab
+rows, r LoRA rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from logitless.types import Problem
+
+__all__ = ["Columns", "Rows", "TilePlan", "accumulation_dtype", "matmul"]
+
+CPU_TILE = (512, 2048)  # 4 MB of fp32: stays in the last-level cache between the passes over it
+GPU_TILE = (4096, 8192)  # large enough to hide the launches of those passes
+
+
+def accumulation_dtype(problem: Problem) -> torch.dtype:
+    """float32, or float64 where an input is float64."""
+    return torch.promote_types(torch.promote_types(problem.hidden.dtype, problem.weight.dtype), torch.float32)
+
+
+def operand_dtype(problem: Problem) -> torch.dtype:
+    """What the products read: on a GPU the inputs' half type, summed in fp32; on a CPU always the wide one."""
+    inputs = torch.promote_types(problem.hidden.dtype, problem.weight.dtype)
+    return inputs if problem.hidden.is_cuda else torch.promote_types(inputs, torch.float32)
+
+
+def matmul(a: Tensor, b: Tensor, out: Tensor, *, accumulate: bool = False) -> None:
+    """`out = a @ b` or `out += a @ b`, summed and stored in out's dtype."""
+    if a.dtype == out.dtype:
+        torch.addmm(out, a, b, out=out, beta=1 if accumulate else 0)
+    elif accumulate:
+        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+    else:
+        torch.mm(a, b, out_dtype=out.dtype, out=out)
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A block of live tokens."""
+
+    start: int
+    stop: int
+    hidden_RD: Tensor
+    lora_u_Rr: Tensor | None
+    label_R: Tensor
+    inverse_temperature: Tensor | float  # [R, 1] or a number
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """A block of vocab rows."""
+
+    start: int
+    stop: int
+    weight_CD: Tensor
+    bias_C: Tensor | None
+    lora_b_Cr: Tensor | None
+
+
+class TilePlan:
+    """Blocks of tokens and of vocab rows, and the scratch buffers of one tile."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.dtype = accumulation_dtype(problem)
+        self.n = problem.labels.shape[0] if problem.live is None else problem.live.shape[0]
+        self.operand = operand_dtype(problem)
+        rows, columns = GPU_TILE if problem.hidden.is_cuda else CPU_TILE
+        rows, columns = min(rows, max(self.n, 1)), min(columns, max(problem.vocab_valid, 1))
+        while self._bytes(rows, columns) > problem.workspace_bytes and (rows > 1 or columns > 1):
+            if rows >= columns:
+                rows = (rows + 1) // 2
+            else:
+                columns = (columns + 1) // 2
+        self.rows, self.columns = rows, columns
+        self._scratch: dict[int, Tensor] = {}
+
+    def _bytes(self, rows: int, columns: int) -> int:
+        """Temporary bytes of a tile, at worst: three scratch tiles, both operands copied, and d_weight's sums."""
+        width = self.dtype.itemsize
+        operand = max(width, self.operand.itemsize)
+        hidden_size = self.problem.hidden.shape[1]
+        return 3 * rows * columns * width + rows * hidden_size * operand + columns * hidden_size * (operand + width)
+
+    def scratch(self, index: int, rows: Rows, columns: Columns) -> Tensor:
+        """A contiguous [R, C] buffer, reused by every tile; its content is whatever the last tile left."""
+        if index not in self._scratch:
+            self._scratch[index] = self.problem.hidden.new_empty(self.rows * self.columns, dtype=self.dtype)
+        shape = (rows.stop - rows.start, columns.stop - columns.start)
+        return self._scratch[index][: shape[0] * shape[1]].view(shape)
+
+    def each_columns(self) -> Iterator[Columns]:
+        p = self.problem
+        for start in range(0, p.vocab_valid, self.columns):
+            stop = min(start + self.columns, p.vocab_valid)
+            yield Columns(
+                start,
+                stop,
+                p.weight[start:stop].to(self.operand),
+                None if p.bias is None else p.bias[start:stop].to(self.dtype),
+                None if p.lora_b is None else p.lora_b[start:stop].to(self.dtype),
+            )
+
+    def each_rows(self) -> Iterator[Rows]:
+        p = self.problem
+        for start in range(0, self.n, self.rows):
+            stop = min(start + self.rows, self.n)
+
+            def take(tensor: Tensor, start: int = start, stop: int = stop) -> Tensor:
+                return tensor[start:stop] if p.live is None else tensor.index_select(0, p.live[start:stop])
+
+            hidden_RD = take(p.hidden).to(self.operand)
+            if p.dead is not None:
+                hidden_RD = hidden_RD.masked_fill(take(p.dead).unsqueeze(1), 0.0)
+            lora_u_Rr = None if p.lora_u is None else take(p.lora_u).to(self.dtype)
+            if p.dead is not None and lora_u_Rr is not None:
+                lora_u_Rr = lora_u_Rr.masked_fill(take(p.dead).unsqueeze(1), 0.0)
+            inverse: Tensor | float
+            if isinstance(p.temperature, Tensor):
+                inverse = take(p.temperature).to(self.dtype).reciprocal().unsqueeze(1)
+            else:
+                inverse = 1.0 / p.temperature
+            yield Rows(start, stop, hidden_RD, lora_u_Rr, take(p.labels), inverse)
+
+    def logits(self, rows: Rows, columns: Columns, out: Tensor) -> None:
+        """The tile's final logits, tempered: `c·tanh(s·(h·W + b + u·B)/c)/T`."""
+        matmul(rows.hidden_RD, columns.weight_CD.T, out)
+        if rows.lora_u_Rr is not None and columns.lora_b_Cr is not None:
+            out.addmm_(rows.lora_u_Rr, columns.lora_b_Cr.T)
+        if columns.bias_C is not None:
+            out.add_(columns.bias_C)
+        cap = self.problem.softcap
+        if cap is not None:
+            out.mul_(self.problem.scale / cap).tanh_()
+        factor = rows.inverse_temperature * (self.problem.scale if cap is None else cap)
+        if isinstance(factor, Tensor) or factor != 1.0:
+            out.mul_(factor)

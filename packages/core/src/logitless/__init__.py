@@ -1,0 +1,35 @@
+"""Exact per-token log-probabilities and entropies from hidden states, without ever holding the logits."""
+
+from importlib.metadata import version
+
+from logitless._registry import PluginStatus, adapters, backends, make_forward, use_backend
+from logitless.head import LMHead
+from logitless.linear import linear_log_probs
+from logitless.types import (
+    PROTOCOL,
+    Adapter,
+    Backend,
+    CausalLMOutputForPPO,
+    ForwardFn,
+    Request,
+    TokenLogProbs,
+)
+
+__version__ = version("logitless")
+
+__all__ = [
+    "PROTOCOL",
+    "Adapter",
+    "Backend",
+    "CausalLMOutputForPPO",
+    "ForwardFn",
+    "LMHead",
+    "PluginStatus",
+    "Request",
+    "TokenLogProbs",
+    "adapters",
+    "backends",
+    "linear_log_probs",
+    "make_forward",
+    "use_backend",
+]

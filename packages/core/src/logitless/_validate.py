@@ -1,0 +1,153 @@
+"""The one validator of the op: shapes and types on the host, values with at most one device-to-host copy."""
+
+from __future__ import annotations
+
+import math
+from numbers import Real
+
+import torch
+from torch import Tensor
+
+from logitless.errors import InputTypeError, InvalidInputError
+from logitless.head import LMHead
+
+__all__ = ["check_call", "check_values"]
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def _tensor(name: str, value: object, device: torch.device, dtypes: tuple[torch.dtype, ...]) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise InputTypeError(f"{name}: got {type(value).__qualname__}, expected a tensor")
+    if value.dtype not in dtypes:
+        wanted = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise InputTypeError(f"{name}: got dtype {value.dtype}, expected one of {wanted}")
+    if value.device != device:
+        raise InvalidInputError(f"{name}: is on {value.device}, hidden is on {device}; move one of them")
+    return value
+
+
+def _shape(name: str, value: Tensor, expected: tuple[int, ...], why: str) -> None:
+    if tuple(value.shape) != expected:
+        raise InvalidInputError(f"{name}: got shape {tuple(value.shape)}, expected {expected} ({why})")
+
+
+def _positive(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise InputTypeError(f"{name}: got {type(value).__qualname__}, expected a positive number")
+    if not (math.isfinite(value) and value > 0):
+        raise InvalidInputError(f"{name}: got {value}, expected a positive finite number")
+
+
+def _count(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InputTypeError(f"{name}: got {type(value).__qualname__}, expected a number of bytes (int)")
+    if value < least:
+        raise InvalidInputError(f"{name}: got {value}, expected at least {least}")
+
+
+def _check_head(head: LMHead, device: torch.device, hidden_size: int, leading: tuple[int, ...]) -> None:
+    weight = _tensor("head.weight", head.weight, device, FLOATS)
+    if weight.ndim != 2 or weight.shape[1] != hidden_size or weight.shape[0] == 0:
+        raise InvalidInputError(
+            f"head.weight: got shape {tuple(weight.shape)}, expected (vocab rows >= 1, {hidden_size}), "
+            f"since hidden has size {hidden_size}; a Linear's weight is passed as it is, not transposed"
+        )
+    rows = weight.shape[0]
+    if head.bias is not None:
+        _shape("head.bias", _tensor("head.bias", head.bias, device, FLOATS), (rows,), "one for each vocab row")
+    if isinstance(head.scale, bool) or not isinstance(head.scale, Real):
+        raise InputTypeError(f"head.scale: got {type(head.scale).__qualname__}, expected a number")
+    if not math.isfinite(head.scale):
+        raise InvalidInputError(f"head.scale: got {head.scale}, expected a finite number")
+    if head.softcap is not None:
+        _positive("head.softcap", head.softcap)
+    for name, value, least in (("vocab_size", head.vocab_size, 1), ("vocab_start", head.vocab_start, 0)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | torch.SymInt)):
+            raise InputTypeError(f"head.{name}: got {type(value).__qualname__}, expected an int or None")
+        if value is not None and value < least:
+            raise InvalidInputError(f"head.{name}: got {value}, expected at least {least}")
+    for i, pair in enumerate(head.lora):
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise InputTypeError(f"head.lora[{i}]: expected a pair (u [..., r], b [V, r])")
+        u, b = (
+            _tensor(f"head.lora[{i}].{name}", value, device, FLOATS) for name, value in zip("ub", pair, strict=True)
+        )
+        if b.ndim != 2 or b.shape[1] == 0:
+            raise InvalidInputError(f"head.lora[{i}].b: got shape {tuple(b.shape)}, expected ({rows}, r) with r >= 1")
+        _shape(f"head.lora[{i}].b", b, (rows, b.shape[1]), "b is [V, r]")
+        _shape(f"head.lora[{i}].u", u, (*leading, b.shape[1]), "u is labels' shape and b's rank")
+    if head.grad_buffer is not None:
+        _tensor("head.grad_buffer", head.grad_buffer, device, (torch.float32,))
+        _shape("head.grad_buffer", head.grad_buffer, tuple(weight.shape), "that of head.weight")
+        if head.grad_buffer.requires_grad:
+            raise InvalidInputError("head.grad_buffer: requires grad; pass a buffer that does not (it is written)")
+        if torch.compiler.is_compiling():
+            raise InvalidInputError("head.grad_buffer: it is written, so it works in eager mode only; leave it out")
+
+
+def check_call(
+    hidden: Tensor,
+    head: LMHead,
+    labels: Tensor,
+    temperature: Tensor | float,
+    ignore_index: int,
+    keep_bytes: int,
+    workspace_bytes: int,
+) -> None:
+    """Types, dtypes, devices, shapes and numbers of a call; reads no tensor's values."""
+    if not isinstance(hidden, Tensor):
+        raise InputTypeError(f"hidden: got {type(hidden).__qualname__}, expected a tensor [..., D]")
+    _tensor("hidden", hidden, hidden.device, FLOATS)
+    if hidden.ndim < 1 or hidden.shape[-1] == 0:
+        raise InvalidInputError(f"hidden: got shape {tuple(hidden.shape)}, expected [..., D] with D >= 1")
+    _tensor("labels", labels, hidden.device, INTEGERS)
+    if labels.shape != hidden.shape[:-1]:
+        raise InvalidInputError(
+            f"labels: got shape {tuple(labels.shape)}, expected {tuple(hidden.shape[:-1])}, hidden's "
+            f"{tuple(hidden.shape)} without its last dimension; labels are already shifted, one for each hidden state"
+        )
+    _check_head(head, hidden.device, hidden.shape[-1], tuple(labels.shape))
+    if isinstance(temperature, Tensor):
+        _tensor("temperature", temperature, hidden.device, FLOATS + INTEGERS)
+        if temperature.ndim:
+            _shape("temperature", temperature, tuple(labels.shape), "labels' shape, one for each token, or a number")
+        if temperature.requires_grad:
+            raise InvalidInputError("temperature: requires grad, but no gradient is given for it; detach it")
+    else:
+        _positive("temperature", temperature)
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
+        raise InputTypeError(f"ignore_index: got {type(ignore_index).__qualname__}, expected an int")
+    _count("keep_bytes", keep_bytes, 0)
+    _count("workspace_bytes", workspace_bytes, 1)
+
+
+def check_values(labels: Tensor, temperature: Tensor | None, ignore_index: int, vocab_size: int) -> int:
+    """How many labels are live; raises if one, or the temperature of one, is out of range. One copy to the host.
+
+    Args:
+        labels: [N] int64.
+        temperature: [N], or None where a number was checked before.
+    """
+    if labels.numel() == 0:
+        return 0
+    live = labels != ignore_index
+    seen = torch.where(live, labels, 0)
+    facts = [live.sum(), seen.min(), seen.max()]
+    if temperature is not None:
+        facts.append((live & ~(torch.isfinite(temperature) & (temperature > 0))).sum())
+    count, low, high, *cold = torch.stack(facts).tolist()
+    if low < 0 or high >= vocab_size:
+        at = int(((seen < 0) | (seen >= vocab_size)).nonzero()[0, 0])
+        raise InvalidInputError(
+            f"labels: got {int(labels[at])} at flat position {at} (range {low} to {high}), expected 0 to "
+            f"{vocab_size - 1} or ignore_index {ignore_index}; check the tokenizer against the head's vocab_size"
+        )
+    if cold and cold[0] and temperature is not None:
+        at = int((live & ~(torch.isfinite(temperature) & (temperature > 0))).nonzero()[0, 0])
+        raise InvalidInputError(
+            f"temperature: got {float(temperature[at])} at flat position {at}, expected positive finite numbers "
+            f"wherever the label is not ignored"
+        )
+    return int(count)
