@@ -1,0 +1,200 @@
+"""Bind a model: the same object, of a subclass whose forward can also return scores.
+
+The class of the one instance is swapped. A closure set on the instance would run the old model after `deepcopy`, and
+one made by `functools.wraps` would be stripped by accelerate; a patch of the class would change every other instance.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any, TypeVar
+
+from torch import nn
+
+from logitless.errors import InputTypeError, LogitlessError, UnsupportedError
+from logitless_hf.scoring import HeadReport, examine, scored_forward
+
+__all__ = ["Binding", "bind", "inspect_head", "unbind"]
+
+Model = TypeVar("Model", bound=nn.Module)
+STATE = "_logitless"  # where a bound instance keeps its Binding
+
+
+@dataclass
+class Binding:
+    """What a bound instance remembers; it holds no reference to the model, so that copies are independent."""
+
+    backend: str | None = None
+    always: bool = False  # scores without being asked, as `patch_forward_with_backends` promises
+    report: HeadReport | None = None  # None: the model had no weights yet, and is examined at its first call
+    generating: int = 0
+
+
+def binding_of(model: nn.Module) -> Binding | None:
+    """The model's binding, or None if it is not bound."""
+    found: Binding | None = model.__dict__.get(STATE)
+    return found
+
+
+def _restore(base: type[nn.Module]) -> nn.Module:
+    return bound_class(base).__new__(bound_class(base))
+
+
+@functools.cache
+def bound_class(base: type[nn.Module]) -> type[nn.Module]:
+    """The subclass of `base` that its bound instances are of; it has the same name, signature and module."""
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        binding: Binding = self.__dict__[STATE]
+        asked = kwargs.pop("return_log_probs", binding.always and not binding.generating)
+        if not asked:
+            return base.forward(self, *args, **kwargs)
+        if binding.report is None:
+            _examine(self, functools.partial(forward, self))  # not __call__: its hooks have run
+        return scored_forward(self, base.forward, binding.report.transform, binding.backend, args, kwargs)
+
+    def generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        binding: Binding = self.__dict__[STATE]
+        binding.generating += 1
+        try:
+            return base.generate(self, *args, **kwargs)  # type: ignore[attr-defined]
+        finally:
+            binding.generating -= 1
+
+    def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
+        reduced = base.__reduce_ex__(self, protocol)
+        return (_restore, (base,), *reduced[2:]) if type(self) is bound_class(base) else reduced
+
+    names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+    namespace: dict[str, Any] = {**names, "__reduce_ex__": __reduce_ex__, "forward": _like(forward, base.forward)}
+    if hasattr(base, "generate"):
+        namespace["generate"] = _like(generate, base.generate)
+    return type(base)(base.__name__, (base,), namespace)
+
+
+def _like(function: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """With the original's name, documentation and signature, which Trainer and `generate` inspect."""
+    functools.update_wrapper(function, original)
+    del function.__wrapped__  # type: ignore[attr-defined]  # accelerate strips what has one
+    function.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
+    return function
+
+
+def _causal_lm(model: Any) -> nn.Module:
+    """The model that has the head: inside of a PeftModel, or the model itself."""
+    if not isinstance(model, nn.Module):
+        raise InputTypeError(f"model: got {type(model).__qualname__}, expected a transformers model")
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not hasattr(inner, "get_output_embeddings"):
+        wrapped = next((name for name in ("module", "_orig_mod") if isinstance(getattr(inner, name, None), nn.Module)), "")
+        hint = f"; it wraps a model: bind its .{wrapped} instead, before wrapping" if wrapped else ""
+        raise UnsupportedError(f"{type(inner).__qualname__} has no get_output_embeddings(), so no head is known{hint}")
+    return inner
+
+
+def _examine(model: nn.Module, call: Callable[..., Any]) -> None:
+    """Fill in the report of a bound model; `call` runs it."""
+    binding: Binding = model.__dict__[STATE]
+
+    def scored(report: HeadReport, **kwargs: Any) -> Any:
+        binding.report = report
+        return call(**kwargs, return_log_probs=True)
+
+    try:
+        binding.report = examine(model, functools.partial(call, return_log_probs=False), scored)
+    except BaseException:
+        binding.report = None
+        raise
+
+
+@contextmanager
+def _restored_on_error(model: nn.Module) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        unbind(model)
+        raise
+
+
+def _bind(model: Model, backend: str | None, always: bool) -> Model:
+    target = _causal_lm(model)
+    unbind(model)
+    base = type(target)
+    own = target.__dict__.get("forward")
+    hooked = "_hf_hook" in target.__dict__
+    if own is not None and not hooked:
+        raise UnsupportedError(
+            f"{base.__qualname__}: its instance has a forward of its own, {own!r}; bind the model before it is patched "
+            "or prepared for mixed precision"
+        )
+    target.__class__ = bound_class(base)
+    target.__dict__[STATE] = binding = Binding(backend, always)
+    with _restored_on_error(target):
+        if hooked:  # accelerate's hook calls what it found as _old_forward
+            target.__dict__["_old_forward"] = MethodType(bound_class(base).forward, target)
+        if not any(parameter.is_meta for parameter in target.parameters()):
+            _examine(target, target)
+    return model
+
+
+def bind(model: Model, backend: str | None = None) -> Model:
+    """Teach a model to return scores in place of logits; the same object comes back.
+
+    Afterwards `model(..., return_log_probs=True, temperature=1.0, entropy=True, entropy_grad=True, labels=None,
+    shift_labels=None, loss_fn=None, keep_bytes=0)` returns a `CausalLMOutputForPPO`; without `return_log_probs` the
+    model is as it was. What the family does to its logits is identified by running it on eight tokens, and the result
+    checked against the model's own logits; random states, buffers, modes and gradients stay as they are. A model on
+    the meta device is examined at its first scoring call. A PeftModel has its inner model bound. A sharded model is
+    bound on all ranks.
+
+    Args:
+        model: a transformers causal language model.
+        backend: name of a logitless backend; None chooses at each call.
+
+    Raises:
+        UnsupportedError: the head is not understood; the message says why, and the model is as it was.
+        NotFoundError: no backend is installed.
+    """
+    return _bind(model, backend, always=False)
+
+
+def unbind(model: Model) -> Model:
+    """Make a bound model what it was before `bind`; the same object comes back. Nothing happens if it is not bound."""
+    target = _causal_lm(model)
+    binding = target.__dict__.pop(STATE, None)
+    if binding is None:
+        return model
+    bound = type(target)
+    base = bound.__mro__[1]
+    if bound is not bound_class(base):
+        target.__dict__[STATE] = binding
+        raise UnsupportedError(f"{bound.__qualname__}: its class was changed after bind; undo that first")
+    target.__class__ = base
+    if getattr(target.__dict__.get("_old_forward"), "__func__", None) is bound.forward:
+        target.__dict__["_old_forward"] = MethodType(base.forward, target)
+    if getattr(target.__dict__.get("forward"), "__func__", None) is bound.forward:  # left by accelerate's unwrap_model
+        del target.__dict__["forward"]
+    return model
+
+
+def inspect_head(model: nn.Module) -> HeadReport:
+    """What stands between a model's hidden states and its logits; nothing about the model changes.
+
+    A head that is not understood gives a report with the `reason`.
+    """
+    target = _causal_lm(model)
+    bound = binding_of(target)
+    if bound is not None and bound.report is not None:
+        return bound.report
+    try:
+        _bind(target, None, always=False)
+        report = target.__dict__[STATE].report
+        unbind(target)
+    except LogitlessError as error:
+        return HeadReport.refused(target, str(error))
+    return report if report is not None else HeadReport.refused(target, "the model has no weights yet (meta device)")

@@ -1,0 +1,94 @@
+"""Two phases inside one forward: the family's own code with an empty head, then the real head with the op.
+
+First a stand-in takes the head's slot: it keeps the hidden states and returns logits of width 0, so that whatever the
+family does before and after the head runs unchanged and almost for nothing. Then the real head is called, through
+`__call__` with the op as its forward, so that the hooks of FSDP, accelerate and users fire as they always do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from logitless.errors import UnsupportedError
+from logitless_hf.head import Head, find_head, in_slot, lora_pairs
+
+__all__ = ["StandIn", "call_head", "capture"]
+
+
+class StandIn(nn.Module):
+    """Takes the head's slot for one forward: keeps its input, and answers with `answer(hidden)`."""
+
+    def __init__(self, head: Head, answer: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self._linear = (head.linear,)  # in a tuple, so that it is not registered as a submodule
+        self._answer = answer
+        self.hidden: Tensor | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("weight", "bias", "in_features", "out_features"):  # families read these of their head
+            return getattr(self._linear[0], name)
+        return super().__getattr__(name)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self.hidden is not None:
+            raise UnsupportedError("the model calls its head more than once in a forward")
+        self.hidden = hidden
+        return self._answer(hidden)
+
+
+def _no_logits(hidden: Tensor) -> Tensor:
+    return hidden.new_zeros(*hidden.shape[:-1], 0)
+
+
+def capture(
+    model: nn.Module, call: Callable[[], Any], answer: Callable[[Tensor], Tensor] = _no_logits
+) -> tuple[Any, Tensor, Head]:
+    """Run `call` with a stand-in for the model's head.
+
+    Returns:
+        What `call` returned, the hidden states [..., D] that reached the head, and the head.
+    """
+    head = find_head(model)
+    stand_in = StandIn(head, answer)
+    with in_slot(model, head.outer, stand_in):
+        output = call()
+    if stand_in.hidden is None:
+        raise UnsupportedError(f"{type(model).__qualname__}: its forward never calls the head that it names")
+    return output, stand_in.hidden, head
+
+
+@contextmanager
+def _forward_as(module: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
+    """Within the block, `module(...)` runs `function` in place of its forward, inside of the module's hooks."""
+    name = "_old_forward" if "_hf_hook" in module.__dict__ else "forward"  # accelerate's hook calls _old_forward
+    before = module.__dict__.get(name)
+    module.__dict__[name] = function
+    try:
+        yield
+    finally:
+        if before is None:
+            del module.__dict__[name]
+        else:
+            module.__dict__[name] = before
+
+
+def call_head(head: Head, hidden: Tensor, op: Callable[..., Any]) -> Any:
+    """`op(hidden, linear, lora pairs)`, run as the forward of the head's own modules."""
+
+    def outer(hidden: Tensor) -> Any:
+        pairs = lora_pairs(head, hidden)
+
+        def inner(hidden: Tensor) -> Any:
+            return op(hidden, head.linear, pairs)
+
+        if head.linear is head.outer:
+            return inner(hidden)
+        with _forward_as(head.linear, inner):
+            return head.linear(hidden)
+
+    with _forward_as(head.outer, outer):
+        return head.outer(hidden)

@@ -1,0 +1,129 @@
+"""Where a model's head is, and what it multiplies: the linear layer, and the LoRA adapters that wrap it.
+
+The head is looked up at every call, since PEFT may wrap it, merge it or switch adapters after `bind`. PEFT's classes
+are told by name, so that PEFT need not be installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from logitless.errors import UnsupportedError
+
+__all__ = ["Head", "find_head", "in_slot", "lora_pairs"]
+
+LORA_LINEAR = "peft.tuners.lora.layer.Linear"
+MODULES_TO_SAVE = ".ModulesToSaveWrapper"
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The module in the head's slot, and the linear layer inside of it; they differ where PEFT wraps the head."""
+
+    outer: nn.Module
+    linear: nn.Linear
+    adapters: tuple[str, ...] = ()  # LoRA adapters of `outer` that are at work
+
+
+def _qualified(module: nn.Module) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
+def _saved_module(wrapper: Any) -> nn.Module:
+    """The module that PEFT's `modules_to_save` wrapper would call."""
+    names = wrapper.active_adapters
+    chosen = None if wrapper.disable_adapters or not names else names[0]
+    module: nn.Module = (
+        wrapper.modules_to_save[chosen] if chosen in wrapper.modules_to_save else wrapper.original_module
+    )
+    return module
+
+
+def _lora_adapters(layer: Any) -> tuple[str, ...]:
+    """The adapters that a PEFT layer adds to its base now; a layer that does more than plain LoRA is refused."""
+    if layer.disable_adapters:
+        if layer.merged:
+            layer.unmerge()  # as the layer's own forward does
+        return ()
+    if layer.merged:
+        return ()
+    kind = _qualified(layer)
+    if kind != LORA_LINEAR:
+        raise UnsupportedError(f"the head is wrapped by {kind}; of PEFT's layers, only {LORA_LINEAR} is understood")
+    names = tuple(name for name in layer.active_adapters if name in layer.lora_A)
+    for name in names:
+        if layer.use_dora.get(name) or name in getattr(layer, "lora_variant", {}):
+            raise UnsupportedError(f"LoRA adapter {name!r} on the head is a variant (DoRA or the like); use plain LoRA")
+        if layer.lora_B[name].bias is not None:
+            raise UnsupportedError(f"LoRA adapter {name!r} on the head has a bias; use lora_bias=False")
+    return names
+
+
+def lora_pairs(head: Head, hidden: Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
+    """`(u [..., r], b [V, r])` of each active adapter, with `u = scaling·A(dropout(hidden))`, as PEFT computes it."""
+    layer: Any = head.outer
+    pairs = []
+    for name in head.adapters:
+        a = layer.lora_A[name]
+        u = a(layer.lora_dropout[name](hidden.to(a.weight.dtype))) * layer.scaling[name]
+        pairs.append((u, layer.lora_B[name].weight))
+    return tuple(pairs)
+
+
+def _plain_forward(linear: nn.Linear) -> bool:
+    own = linear.__dict__.get("_old_forward" if "_hf_hook" in linear.__dict__ else "forward", type(linear).forward)
+    return getattr(own, "__func__", own) is nn.Linear.forward
+
+
+def find_head(model: nn.Module) -> Head:
+    """The head as it is now.
+
+    Raises:
+        UnsupportedError: there is none, or it is not a linear layer in a float dtype, alone or with plain LoRA.
+    """
+    name = type(model).__qualname__
+    try:
+        outer = model.get_output_embeddings()  # type: ignore[operator]
+    except Exception as error:
+        raise UnsupportedError(f"{name}: get_output_embeddings() raised {type(error).__name__}: {error}") from error
+    if not isinstance(outer, nn.Module):
+        raise UnsupportedError(f"{name}: get_output_embeddings() gave {outer!r}, expected the module of the head")
+    linear: Any = outer
+    adapters: tuple[str, ...] = ()
+    if _qualified(outer).endswith(MODULES_TO_SAVE):
+        linear = _saved_module(outer)
+    elif hasattr(outer, "get_base_layer"):
+        adapters = _lora_adapters(outer)
+        linear = outer.get_base_layer()  # type: ignore[operator]
+    if not isinstance(linear, nn.Linear):
+        raise UnsupportedError(f"{name}: the head is a {_qualified(linear)}, expected an nn.Linear")
+    if not _plain_forward(linear):
+        raise UnsupportedError(f"{name}: the head, a {_qualified(linear)}, has a forward other than nn.Linear's")
+    if linear.weight.dtype not in FLOATS or tuple(linear.weight.shape) != (linear.out_features, linear.in_features):
+        raise UnsupportedError(
+            f"{name}: the head's weight is {linear.weight.dtype} {tuple(linear.weight.shape)}, expected a float "
+            f"{(linear.out_features, linear.in_features)}; a quantised head is not understood"
+        )
+    return Head(outer, linear, adapters)
+
+
+@contextmanager
+def in_slot(model: nn.Module, module: nn.Module, stand_in: nn.Module) -> Iterator[None]:
+    """Within the block, `stand_in` is wherever `module` is registered in the model."""
+    slots = [(parent, key) for parent in model.modules() for key, child in parent._modules.items() if child is module]
+    if not slots:
+        raise UnsupportedError(f"{type(model).__qualname__}: the head is not registered as a submodule of the model")
+    for parent, key in slots:
+        parent._modules[key] = stand_in
+    try:
+        yield
+    finally:
+        for parent, key in slots:
+            parent._modules[key] = module

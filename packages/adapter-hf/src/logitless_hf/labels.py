@@ -1,0 +1,90 @@
+"""Which token each position scores: the next one of the same sequence, and nothing at a border.
+
+Shape letters: B rows, S positions. All is done on the device, without reading a value back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from logitless.errors import InvalidInputError
+
+__all__ = ["IGNORE_INDEX", "next_token_labels"]
+
+IGNORE_INDEX = -100
+BY_HAND = "pass shift_labels, the token that each position predicts"
+
+
+def _same_by_mask(mask: Any, shape: tuple[int, int]) -> Tensor:
+    """[B, S-1], whether t and t+1 are both attended to."""
+    if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.shape[0] != shape[0] or mask.shape[1] < shape[1]:
+        got = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"a {type(mask).__qualname__}"
+        raise InvalidInputError(
+            f"attention_mask: got {got}, from which the borders of sequences cannot be told; expected {shape}; {BY_HAND}"
+        )
+    live = mask[:, mask.shape[1] - shape[1] :]  # with a cache, the mask also covers what is in it
+    return (live[:, :-1] != 0) & (live[:, 1:] == live[:, :-1])
+
+
+def _same_by_position(position_ids: Any, shape: tuple[int, int]) -> Tensor:
+    """[B or 1, S-1], whether the position goes up from t to t+1."""
+    ids = position_ids
+    if isinstance(ids, Tensor) and ids.ndim == 3 and ids.shape[0] == 4:
+        ids = ids[0]  # Qwen-VL's rows: text, then time, height and width
+    if isinstance(ids, Tensor) and ids.ndim == 1:
+        ids = ids.unsqueeze(0)
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.shape[0] not in (1, shape[0]) or ids.shape[1] != shape[1]:
+        got = f"shape {tuple(position_ids.shape)}" if isinstance(position_ids, Tensor) else repr(type(position_ids))
+        raise InvalidInputError(
+            f"position_ids: got {got}, from which the borders of sequences cannot be told; expected {shape}; {BY_HAND}"
+        )
+    return ids[:, 1:] > ids[:, :-1]
+
+
+def _same_by_lengths(cu_seq_lens: Any, shape: tuple[int, int]) -> Tensor:
+    """[B, S-1], whether t and t+1 lie in the same sequence; what lies beyond the last one is in none."""
+    if not isinstance(cu_seq_lens, Tensor) or cu_seq_lens.ndim != 1 or cu_seq_lens.numel() < 1:
+        raise InvalidInputError(f"cu_seq_lens: got {cu_seq_lens!r}, expected a 1-D tensor of borders; {BY_HAND}")
+    at = torch.arange(shape[0] * shape[1], device=cu_seq_lens.device)
+    sequence = torch.searchsorted(cu_seq_lens.to(at.dtype), at, right=True).view(shape)
+    inside = (at < cu_seq_lens[-1]).view(shape)
+    return (sequence[:, 1:] == sequence[:, :-1]) & inside[:, 1:]
+
+
+def next_token_labels(tokens: Tensor, call: Mapping[str, Any]) -> Tensor:
+    """Labels [B, S] int64: at t the token at t+1, or IGNORE_INDEX where none of the same sequence follows.
+
+    A border is where `attention_mask` is 0 (or changes), `position_ids` do not go up, or `cu_seq_lens` say so.
+
+    Args:
+        tokens: [B, S], `labels` or `input_ids`, not shifted.
+        call: what the model was called with, by name.
+
+    Raises:
+        InvalidInputError: the borders cannot be told.
+    """
+    if not isinstance(tokens, Tensor) or tokens.ndim != 2:
+        got = f"shape {tuple(tokens.shape)}" if isinstance(tokens, Tensor) else f"a {type(tokens).__qualname__}"
+        raise InvalidInputError(f"labels: got {got}, expected [batch, sequence]; {BY_HAND}")
+    shape = (tokens.shape[0], tokens.shape[1])
+    shifted = torch.full_like(tokens, IGNORE_INDEX, dtype=torch.int64)
+    if shape[1] < 2:
+        return shifted
+    borders = (
+        ("attention_mask", _same_by_mask),
+        ("position_ids", _same_by_position),
+        ("cu_seq_lens_q", _same_by_lengths),
+        ("cu_seq_lens", _same_by_lengths),
+    )
+    same: Tensor | None = None
+    for name, rule in borders:
+        if call.get(name) is not None:
+            found = rule(call[name], shape).to(tokens.device)
+            same = found if same is None else same & found
+    following = tokens[:, 1:].long()
+    shifted[:, :-1] = following if same is None else following.masked_fill(~same, IGNORE_INDEX)
+    return shifted

@@ -1,0 +1,221 @@
+"""What a family does to its logits, found by trying it: a stand-in for the head returns chosen values.
+
+Configs mislead: some carry `final_logit_softcapping` or `logit_scale` and their forward ignores it. So no attribute
+is read: every element of a [batch, position, vocabulary] block gets a value of its own draw, and one of `z -> s·z` and
+`z -> c·tanh(s·z/c)` must explain all that comes out, in train and in eval mode. One fit over the whole block also
+refuses what depends on the batch row, the position, the vocab row or the other values of a row.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from logitless.errors import UnsupportedError
+from logitless_hf.capture import capture
+
+__all__ = ["Transform", "identify", "probe_tokens", "undisturbed"]
+
+BATCH, LENGTH = 2, 4
+# Powers of two and small integers survive a cast to bf16 unrounded. The smallest tell the slope, the largest the cap.
+EXPONENTS = sorted(range(-12, 25), key=lambda exponent: -abs(exponent - 6))
+POINTS = [sign * 2.0**exponent for exponent in EXPONENTS for sign in (1, -1)] + [3.0 * i for i in range(-20, 21)]
+RELATIVE = 5e-6  # a few roundings of float32
+ABSOLUTE = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Transform:
+    """`z -> s·z`, or `z -> c·tanh(s·z/c)` with a softcap c."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Whatever runs within leaves random states, buffers, modes and `requires_grad` as they were, to the bit."""
+    devices = {tensor.device for tensor in model.parameters() if tensor.device.type == "cuda"}
+    modes = [(module, module.training) for module in model.modules()]
+    buffers = [
+        (module, name, buffer, None if buffer is None else buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+    ]
+    python_state = random.getstate()
+    device_type = next(model.parameters()).device.type
+    try:
+        with (
+            torch.random.fork_rng(devices=sorted(device.index or 0 for device in devices)),
+            torch.autocast(device_type, enabled=False),
+            torch.inference_mode(False),
+        ):
+            yield
+    finally:
+        random.setstate(python_state)
+        for module, mode in modes:
+            module.training = mode
+        for module, name, buffer, copy in buffers:
+            module._buffers[name] = buffer
+            if buffer is not None and copy is not None and not torch.equal(buffer, copy):
+                with torch.no_grad():
+                    buffer.copy_(copy)
+
+
+@contextmanager
+def _tracked(model: nn.Module) -> Iterator[dict[int, str]]:
+    """Every parameter, and every buffer beside the head, requires grad; yields their names by id.
+
+    Logits that then require grad depend on one of them, even where it is frozen or still zero. Buffers inside of the
+    trunk are left alone: some are written in a forward, which autograd forbids for what requires grad.
+    """
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    paths = [name for name, module in model.named_modules(remove_duplicate=False) if module is head]
+    owners = {path.rsplit(".", depth)[0] if depth <= path.count(".") else "" for path in paths for depth in (1, 2, 3, 9)}
+    named = list(model.named_parameters())
+    for owner in owners:
+        named += [(f"{owner}.{name}".lstrip("."), t) for name, t in model.get_submodule(owner).named_buffers(recurse=False)]
+    changed = [
+        (name, tensor)
+        for name, tensor in named
+        if not tensor.requires_grad and tensor.is_floating_point() and not tensor.is_inference()
+    ]
+    for _, tensor in changed:
+        tensor.requires_grad_(True)
+    try:
+        yield {id(tensor): name for name, tensor in named}
+    finally:
+        for _, tensor in changed:
+            tensor.requires_grad_(False)
+
+
+def _ancestors(output: Tensor, names: dict[int, str]) -> list[str]:
+    """Names of the tensors that `output` depends on, by its autograd graph."""
+    found, seen, stack = set(), set(), [output.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.add(names.get(id(node.variable), "a tensor of shape " + str(tuple(node.variable.shape))))
+        stack.extend(following for following, _ in node.next_functions)
+    return sorted(found)
+
+
+def probe_tokens(model: nn.Module) -> Tensor:
+    """[BATCH, LENGTH] distinct token ids (where the vocabulary has so many), none of them the padding's."""
+    config: Any = getattr(model, "config", None)
+    embeddings: Any = model.get_input_embeddings()  # type: ignore[operator]
+    rows, padding = embeddings.weight.shape[0], getattr(config, "pad_token_id", None)
+    ids = [i for i in range(5, rows) if i != padding] or [i for i in range(rows) if i != padding] or [0]
+    tokens = [ids[i % len(ids)] for i in range(BATCH * LENGTH)]
+    return torch.tensor(tokens, device=embeddings.weight.device).view(BATCH, LENGTH)
+
+
+def _points(vocab: int) -> Tensor:
+    """[BATCH, LENGTH, vocab] float64, each of POINTS many times over, in a fixed random order."""
+    generator = torch.Generator().manual_seed(0)
+    count = BATCH * LENGTH * vocab
+    values = torch.tensor(POINTS, dtype=torch.float64)
+    drawn = values[torch.randint(len(values), (count,), generator=generator)]
+    drawn[: len(values)] = values[:count]
+    return drawn[torch.randperm(count, generator=generator)].view(BATCH, LENGTH, vocab)
+
+
+def _observe(model: nn.Module, call: Callable[..., Any], points: Tensor) -> Tensor:
+    """What the model makes of these logits, float64 on the CPU."""
+
+    def answer(hidden: Tensor) -> Tensor:
+        if hidden.shape[:-1] != points.shape[:-1]:
+            raise UnsupportedError(f"the head got {tuple(hidden.shape)}, expected {(BATCH, LENGTH, hidden.shape[-1])}")
+        # Never in bf16: a family's own arithmetic on the logits would be rounded, and the fit misled.
+        return points.to(hidden.device, torch.promote_types(hidden.dtype, torch.float32))
+
+    with torch.enable_grad(), _tracked(model) as names:
+        output, _, _ = capture(model, lambda: call(input_ids=probe_tokens(model)), answer)
+        logits = getattr(output, "logits", None)
+        if not isinstance(logits, Tensor):
+            raise UnsupportedError(f"the output, a {type(output).__qualname__}, has no logits")
+        if logits.shape != points.shape:
+            raise UnsupportedError(f"the head gives {tuple(points.shape)}, the model {tuple(logits.shape)}: a slice")
+        if logits.requires_grad:
+            causes = _ancestors(logits, names)
+            told = ", ".join(causes[:3]) + (f" and {len(causes) - 3} more" if len(causes) > 3 else "")
+            raise UnsupportedError(f"what the model does to its logits depends on {told}")
+    return logits.detach().to("cpu", torch.float64)
+
+
+def _snap(value: float) -> float:
+    """The shortest decimal that float32 arithmetic cannot tell from `value`: 0.3, not 0.30000001192."""
+    for digits in range(1, 9):
+        short = float(f"{value:.{digits}g}")
+        if abs(short - value) <= 2e-7 * abs(value):
+            return short
+    return value
+
+
+def _explains(transform: Transform, x: Tensor, y: Tensor) -> bool:
+    z = transform.scale * x
+    if transform.softcap is not None:
+        z = transform.softcap * torch.tanh(z / transform.softcap)
+    return bool(((z - y).abs() <= RELATIVE * y.abs() + ABSOLUTE).all())
+
+
+def _why_not(x: Tensor, y: Tensor) -> str:
+    """Which of the block's axes the outcome depends on, beside the value itself."""
+    for axis, name in ((2, "vocab row"), (1, "position"), (0, "batch row")):
+        for value in x.unique().tolist():
+            hit = x == value
+            count = hit.sum(axis)
+            low = torch.where(hit, y, math.inf).amin(axis)
+            high = torch.where(hit, y, -math.inf).amax(axis)
+            if ((high - low)[count > 1] > 1e-5 * high[count > 1].abs() + 1e-7).any():
+                return f"what the model does to its logits depends on the {name}"
+    return "what the model does to its logits is neither a scale nor a softcap (nor both)"
+
+
+def _fit(x: Tensor, y: Tensor) -> Transform:
+    """The transform that explains all of `y`, [BATCH, LENGTH, V] like `x`."""
+    if not torch.isfinite(y).all():
+        raise UnsupportedError("the model makes some logits infinite or NaN: a mask over the vocabulary?")
+    smallest = x.abs() == POINTS[0] if POINTS[0] < 1 else x.abs() == min(abs(p) for p in POINTS if p)
+    slope = float((y[smallest] / x[smallest]).median())
+    cap = float(y.abs().max())
+    if slope != 0:
+        plain = Transform(_snap(slope))
+        if _explains(plain, x, y):
+            return plain
+        capped = Transform(_snap(slope), _snap(cap))
+        if cap > 0 and _explains(capped, x, y):
+            return capped
+    raise UnsupportedError(_why_not(x, y))
+
+
+def identify(model: nn.Module, call: Callable[..., Any]) -> Transform:
+    """What the model does between its head and its logits, by running it in eval and in train mode.
+
+    Args:
+        model: holds the head; to be run inside `undisturbed`.
+        call: runs the model's own forward: `call(input_ids=...)` gives an output with logits.
+
+    Raises:
+        UnsupportedError: it is not understood; the message says why.
+    """
+    head: Any = model.get_output_embeddings()  # type: ignore[operator]
+    points = _points(head.weight.shape[0])
+    found = []
+    for training in (False, True):
+        for module in model.modules():
+            module.training = training
+        found.append(_fit(points, _observe(model, call, points)))
+    if found[0] != found[1]:
+        raise UnsupportedError(f"the model treats its logits differently in eval ({found[0]}) and train ({found[1]}) mode")
+    return found[0]

@@ -1,0 +1,230 @@
+"""A scoring call, from its keywords to its output; and the examination of a model before the first one."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from logitless import LMHead, TokenLogProbs, linear_log_probs
+from logitless.errors import InvalidInputError, LogitlessError, UnsupportedError
+from logitless_hf.capture import call_head, capture
+from logitless_hf.head import find_head
+from logitless_hf.labels import IGNORE_INDEX, next_token_labels
+from logitless_hf.outputs import CausalLMOutputForPPO, scored_output
+from logitless_hf.probe import Transform, identify, probe_tokens, undisturbed
+
+__all__ = ["HeadReport", "Options", "examine", "scored_forward"]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The keywords of a scoring call that are not the family's."""
+
+    temperature: Tensor | float = 1.0
+    entropy: bool = True
+    entropy_grad: bool = True
+    labels: Tensor | None = None
+    shift_labels: Tensor | None = None
+    loss_fn: Callable[..., Any] | None = None
+    keep_bytes: int = 0
+
+    @classmethod
+    def take(cls, call: dict[str, Any]) -> Options:
+        """Moves its own keywords out of `call`."""
+        return cls(**{field.name: call.pop(field.name) for field in fields(cls) if field.name in call})
+
+
+@dataclass(frozen=True, slots=True)
+class HeadReport:
+    """What stands between a model's hidden states and its logits: `logits = c·tanh(s·(h·Wᵀ + b)/c)`.
+
+    Attributes:
+        model: the model's class.
+        vocab_size, hidden_size, dtype: of the head's weight; None if there is no such head.
+        bias: whether the head has one.
+        scale, softcap: s and c.
+        adapters: the LoRA adapters on the head that were active.
+        reason: None if the head is understood, else why not.
+    """
+
+    model: str
+    vocab_size: int | None = None
+    hidden_size: int | None = None
+    dtype: torch.dtype | None = None
+    bias: bool = False
+    scale: float = 1.0
+    softcap: float | None = None
+    adapters: tuple[str, ...] = ()
+    reason: str | None = None
+
+    @property
+    def transform(self) -> Transform:
+        return Transform(self.scale, self.softcap)
+
+    @classmethod
+    def of(cls, model: nn.Module, transform: Transform) -> HeadReport:
+        head = find_head(model)
+        rows, size = head.linear.weight.shape
+        return cls(
+            type(model).__qualname__,
+            rows,
+            size,
+            head.linear.weight.dtype,
+            head.linear.bias is not None,
+            transform.scale,
+            transform.softcap,
+            head.adapters,
+        )
+
+    @classmethod
+    def refused(cls, model: nn.Module, reason: str) -> HeadReport:
+        return cls(type(model).__qualname__, reason=reason)
+
+
+@cache
+def _parameters(forward: Callable[..., Any]) -> tuple[tuple[str, ...], bool]:
+    """Names of a forward's parameters after `self`, and whether it takes any other keyword."""
+    parameters = list(inspect.signature(forward).parameters.values())[1:]
+    named = tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+    return named, any(p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+def _family_call(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The call by name, set to return an output object and, unless it says otherwise, to fill no cache."""
+    names, open_ended = _parameters(forward)
+    if len(args) > len(names):
+        raise InvalidInputError(f"got {len(args)} positional arguments, expected at most {len(names)}")
+    call = dict(zip(names, args, strict=False))
+    twice = call.keys() & kwargs.keys()
+    if twice:
+        raise InvalidInputError(f"{', '.join(sorted(twice))}: given both by position and by name")
+    return {**call, **kwargs}
+
+
+def _prepare(model: nn.Module, forward: Callable[..., Any], call: dict[str, Any]) -> None:
+    names, open_ended = _parameters(forward)
+    returns_dict = call.pop("return_dict", None)
+    if returns_dict is None:
+        returns_dict = getattr(getattr(model, "config", None), "return_dict", True)
+    if not returns_dict:
+        raise InvalidInputError("return_dict: got False, expected True; scores come as an output object, not a tuple")
+    for name in ("logits_to_keep", "num_logits_to_keep"):
+        keep = call.get(name)
+        if keep is not None and (isinstance(keep, Tensor) or keep != 0):
+            raise InvalidInputError(f"{name}: scores are made for every position; leave it out, and ignore by labels")
+    for name, value in (("return_dict", True), ("use_cache", call.get("use_cache") or False)):
+        if open_ended or name in names:
+            call[name] = value
+
+
+def _targets(options: Options, call: Mapping[str, Any]) -> Tensor:
+    """The token that each position scores."""
+    if options.shift_labels is not None:
+        return options.shift_labels
+    tokens = options.labels if options.labels is not None else call.get("input_ids")
+    if tokens is None:
+        raise InvalidInputError("labels: got none, and no input_ids to take them from; pass labels or shift_labels")
+    return next_token_labels(tokens, call)
+
+
+def scored_forward(
+    model: nn.Module,
+    forward: Callable[..., Any],
+    transform: Transform,
+    backend: str | None,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> CausalLMOutputForPPO:
+    """Run the family's `forward(model, ...)` with its head captured, and score its hidden states.
+
+    Raises:
+        InvalidInputError: the call cannot be scored; the message names the argument.
+        UnsupportedError: the head is not what it was at `bind`, or `loss_fn` was given.
+    """
+    call = _family_call(forward, args, kwargs)
+    options = Options.take(call)
+    if options.loss_fn is not None:
+        raise UnsupportedError("loss_fn: not served yet; compute the loss from log_probs and entropy")
+    _prepare(model, forward, call)
+    targets = _targets(options, call)
+    output, hidden, head = capture(model, lambda: forward(model, **call))
+    if targets.shape != hidden.shape[:-1]:
+        name = "labels" if options.shift_labels is None else "shift_labels"
+        raise InvalidInputError(
+            f"{name}: got shape {tuple(targets.shape)}, expected {tuple(hidden.shape[:-1])}, one for each position"
+        )
+
+    def op(hidden: Tensor, linear: nn.Linear, lora: tuple[tuple[Tensor, Tensor], ...]) -> tuple[Tensor, Tensor | None]:
+        scores: TokenLogProbs = linear_log_probs(
+            hidden,
+            LMHead(linear.weight, linear.bias, transform.scale, transform.softcap, lora=lora),
+            targets.to(hidden.device),
+            temperature=options.temperature,
+            entropy=options.entropy,
+            entropy_grad=options.entropy_grad,
+            ignore_index=IGNORE_INDEX,
+            keep_bytes=options.keep_bytes,
+            backend=backend,
+        )
+        return scores.log_probs, scores.entropy
+
+    return scored_output(output, *call_head(head, hidden, op))
+
+
+def examine(
+    model: nn.Module, plain: Callable[..., Any], scored: Callable[..., CausalLMOutputForPPO]
+) -> HeadReport:
+    """Identify what the model does to its logits, and check scores against its own logits.
+
+    Args:
+        model: its parameters have values.
+        plain: runs the family's forward.
+        scored: `scored(report, **call)` runs a scoring call of a model that is as the report says.
+    """
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise UnsupportedError("the model's parameters are on the meta device; load its weights before it is called")
+    plain = partial(plain, return_dict=True, use_cache=False)
+    try:
+        with undisturbed(model):
+            report = HeadReport.of(model, identify(model, plain))
+            _self_check(model, plain, partial(scored, report))
+    except (LogitlessError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        name = type(model).__qualname__
+        raise UnsupportedError(f"{name} does not run on input_ids alone: {type(error).__name__}: {error}") from error
+    return report
+
+
+@torch.no_grad()
+def _self_check(
+    model: nn.Module, plain: Callable[..., Any], scored: Callable[..., CausalLMOutputForPPO]
+) -> None:
+    """Scores of eight tokens against the model's own logits, in eval mode."""
+    for module in model.modules():
+        module.training = False
+    tokens, temperature = probe_tokens(model), 0.7
+    logits = plain(input_ids=tokens).logits
+    labels = (torch.arange(tokens.numel(), device=logits.device).view(tokens.shape) * 7919) % logits.shape[-1]
+    scores = scored(input_ids=tokens, shift_labels=labels, temperature=temperature)
+    if scores.log_probs is None or scores.entropy is None:
+        raise UnsupportedError("the model's forward does not pass the scores on")
+    log_p = (logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature).log_softmax(-1)
+    log_probs, entropy = log_p.gather(-1, labels.unsqueeze(-1)).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
+    weight = find_head(model).linear.weight
+    rounding = max(torch.finfo(logits.dtype).eps, torch.finfo(weight.dtype).eps)
+    if weight.device.type != "cpu":
+        rounding = max(rounding, 2**-10)  # the model's own product may be in TF32
+    tolerance = 1e-3 + 2 * rounding * float(logits.abs().max()) / temperature
+    worst = max(float((a - b).abs().max()) for a, b in ((log_probs, scores.log_probs), (entropy, scores.entropy)))
+    if not worst <= tolerance:
+        raise UnsupportedError(
+            f"scores differ from the model's own logits by {worst:.3g} nats, more than {tolerance:.3g}: something stands "
+            "between its head and its logits that the probe does not see"
+        )
