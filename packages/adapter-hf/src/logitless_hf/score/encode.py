@@ -79,6 +79,8 @@ class Encoder:
     def _text(self, record: TextRecord, place: Place) -> tuple[list[int], list[int]]:
         for name, text in (("prompt", record.prompt), ("completion", record.completion)):
             _refuse_surrogates(text, name, place)
+        if not record.completion:
+            raise place.error('field "completion": got "", expected a string that is not empty')
         prompt = self._plain(record.prompt) if record.prompt else []
         if prompt[: len(self._prefix)] != self._prefix:
             prompt = self._prefix + prompt

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from logitless.errors import InvalidInputError
 
@@ -46,7 +46,7 @@ class TextRecord(_Form):
     """A prompt and the completion to score, both plain text."""
 
     prompt: str
-    completion: str = Field(min_length=1)
+    completion: str
 
 
 class Message(BaseModel):
