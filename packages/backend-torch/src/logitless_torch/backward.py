@@ -151,13 +151,9 @@ def backward(
             up = _upstream(problem, rows, stats, grad_log_probs, grad_entropy)
             sums.add(_dz(plan, rows, columns, tile, up), rows, columns)
         sums.close(columns)
-    if grad_buffer is None and sums.weight is not None:
-        d_weight = sums.weight
-    else:
-        d_weight = None
     return Gradients(
         hidden=_spread(sums.hidden, problem.hidden, problem.live),
-        weight=d_weight,
+        weight=sums.weight if grad_buffer is None else None,
         bias=None if sums.bias is None or problem.bias is None else sums.bias.to(problem.bias.dtype),
         lora_u=_spread(sums.lora_u, problem.lora_u, problem.live),
         lora_b=None if sums.lora_b is None or problem.lora_b is None else sums.lora_b.to(problem.lora_b.dtype),

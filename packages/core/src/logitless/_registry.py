@@ -93,6 +93,8 @@ def _attempt(group: str, name: str) -> tuple[Any, LogitlessError | None]:
         plugin = entries[0].load()
         plugin = plugin() if isinstance(plugin, type) else plugin
         protocol = PROTOCOL if group == COMMANDS else plugin.protocol
+        if not isinstance(protocol, int):
+            raise TypeError(f"its protocol is {protocol!r}, expected an int")
         if group == BACKENDS and not isinstance(plugin.priority, int):
             raise TypeError(f"its priority is {plugin.priority!r}, expected an int")
     except (Exception, SystemExit) as error:
@@ -155,7 +157,7 @@ def explain_choice(request: Request, requested: str | None = None) -> Choice:
     """What `choose_backend` would take, without raising."""
     serving: dict[str, int] = {}
     refused: dict[str, str] = {}
-    for name in _entries(BACKENDS):
+    for name in dict.fromkeys((*_entries(BACKENDS), *([requested] if requested else []))):
         plugin, error = _attempt(BACKENDS, name)
         try:
             reason = str(error) if error is not None else plugin.supports(request)
@@ -180,7 +182,10 @@ def choose_backend(request: Request, requested: str | None) -> Backend:
     """The backend for a request; a requested one that cannot serve raises with its reason, nothing falls back."""
     if requested is not None:
         backend: Backend = load(BACKENDS, requested)
-        reason = backend.supports(request)
+        try:
+            reason = backend.supports(request)
+        except Exception as error:
+            raise BrokenPluginError(f"backend {requested!r}: its supports() raised {error!r}") from error
         if reason is not None:
             raise UnsupportedError(f"backend {requested!r} cannot serve this call: {reason}")
         return backend
