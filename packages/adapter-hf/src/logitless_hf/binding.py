@@ -19,10 +19,11 @@ from torch import nn
 from logitless.errors import InputTypeError, LogitlessError, UnsupportedError
 from logitless_hf.scoring import HeadReport, examine, scored_forward
 
-__all__ = ["Binding", "bind", "inspect_head", "unbind"]
+__all__ = ["Binding", "bind", "bind_always", "binding_of", "inspect_head", "is_bound_class", "unbind"]
 
 Model = TypeVar("Model", bound=nn.Module)
 STATE = "_logitless"  # where a bound instance keeps its Binding
+MARK = "_logitless_base"  # in the namespace of a bound class
 
 
 @dataclass
@@ -71,10 +72,15 @@ def bound_class(base: type[nn.Module]) -> type[nn.Module]:
         return (_restore, (base,), *reduced[2:]) if type(self) is bound_class(base) else reduced
 
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    namespace: dict[str, Any] = {**names, "__reduce_ex__": __reduce_ex__, "forward": _like(forward, base.forward)}
+    namespace: dict[str, Any] = {**names, MARK: base, "__reduce_ex__": __reduce_ex__, "forward": _like(forward, base.forward)}
     if hasattr(base, "generate"):
         namespace["generate"] = _like(generate, base.generate)
     return type(base)(base.__name__, (base,), namespace)
+
+
+def is_bound_class(cls: type) -> bool:
+    """Whether `bind` made this class."""
+    return MARK in cls.__dict__
 
 
 def _like(function: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
@@ -161,6 +167,11 @@ def bind(model: Model, backend: str | None = None) -> Model:
         NotFoundError: no backend is installed.
     """
     return _bind(model, backend, always=False)
+
+
+def bind_always(model: Model, backend: str | None = None) -> Model:
+    """`bind`, but the model returns scores without being asked, except within `generate`."""
+    return _bind(model, backend, always=True)
 
 
 def unbind(model: Model) -> Model:
