@@ -42,8 +42,9 @@ import torch, logitless, logitless.reference
 hidden, weight = torch.randn(5, 4, requires_grad=True), torch.randn(7, 4, requires_grad=True)
 labels = torch.tensor([0, 6, -100, 3, 3])
 grads = []
+head = logitless.LMHead(weight)
 for solve in (logitless.linear_log_probs, logitless.reference.linear_log_probs):
-    out = solve(hidden, weight, labels, temperature=0.7)
+    out = solve(hidden, head, labels, temperature=0.7)
     grads.append(torch.autograd.grad((out.log_probs * 2 + out.entropy).sum(), (hidden, weight)))
 torch.testing.assert_close(*grads)
 assert logitless.backends()[0].name == "torch"
