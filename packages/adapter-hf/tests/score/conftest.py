@@ -120,7 +120,7 @@ class Commands:
         if torchrun:
             launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={torchrun}"]
         return subprocess.Popen(
-            [*launcher, "-m", "logitless", "score", *map(str, arguments)],
+            [*launcher, Path(sys.executable).with_name("logitless"), "score", *map(str, arguments)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
