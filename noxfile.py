@@ -77,7 +77,7 @@ def isolation(session: nox.Session) -> None:
         session.run("python", "-m", "venv", "--clear", str(venvs / name), silent=True)
         python = venvs / name / ("Scripts" if os.name == "nt" else "bin") / "python"
         wheels = [f"./{path}" for path in dict.fromkeys([FOLDERS["core"], folder])]
-        session.run(str(python), "-m", "pip", "install", "-q", TORCH, *wheels, external=True)
+        session.run(str(python), "-m", "pip", "install", "-qq", TORCH, *wheels, external=True)
     session.run("pytest", "tests/isolation", *session.posargs, env={**ENV, "LOGITLESS_VENVS": str(venvs)})
     shutil.rmtree(venvs)
 

@@ -18,6 +18,7 @@ before, threads, dtype = set(sys.modules), torch.get_num_threads(), torch.get_de
 import logitless
 print(json.dumps({
     "new": sorted({name.split(".")[0] for name in set(sys.modules) - before}),
+    "dynamo": "torch._dynamo" in sys.modules,
     "cuda": torch.cuda.is_initialized(),
     "distributed": torch.distributed.is_available() and torch.distributed.is_initialized(),
     "globals": [torch.get_num_threads() == threads, torch.get_default_dtype() == dtype],
@@ -48,6 +49,11 @@ def test_loads_no(name: str, seen: dict[str, Any]) -> None:
 
 def test_loads_no_plugin(seen: dict[str, Any]) -> None:
     assert [name for name in seen["new"] if name.startswith("logitless")] == ["logitless"]
+
+
+def test_does_not_set_up_the_compiler(seen: dict[str, Any]) -> None:
+    # torch._dynamo takes a second to import, and imports triton where there is one.
+    assert seen["dynamo"] is False
 
 
 def test_touches_no_gpu_and_no_global(seen: dict[str, Any]) -> None:

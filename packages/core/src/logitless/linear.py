@@ -30,8 +30,9 @@ def _resolve(backend: str | None, sizes: tuple[int, int, int], **asked: Any) -> 
     return requested or chosen.name
 
 
-# A ContextVar, the environment and entry points cannot be traced; while compiling, the choice is made once.
-_resolve_while_tracing = torch.compiler.assume_constant_result(_resolve)
+# A ContextVar, the environment and entry points cannot be traced; while compiling, the choice is made once. This is
+# all that torch.compiler.assume_constant_result does, but for importing torch._dynamo, and with it triton, right here.
+_resolve._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _single_pair(head: LMHead, n_tokens: int) -> tuple[Tensor | None, Tensor | None]:
@@ -102,7 +103,7 @@ def linear_log_probs(
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in trained)
     entropy_grad = entropy and entropy_grad and needs_grad
     tracing = torch.compiler.is_compiling()
-    name = (_resolve_while_tracing if tracing else _resolve)(
+    name = _resolve(
         backend,
         (0, 0, 0) if tracing else (n_tokens, weight.shape[0], weight.shape[1]),
         device=hidden.device,
