@@ -42,12 +42,12 @@ def binding_of(model: nn.Module) -> Binding | None:
     return found
 
 
-def _restore(base: type[nn.Module]) -> nn.Module:
+def _restore(base: Any) -> Any:
     return bound_class(base).__new__(bound_class(base))
 
 
 @functools.cache
-def bound_class(base: type[nn.Module]) -> type[nn.Module]:
+def bound_class(base: Any) -> Any:
     """The subclass of `base` that its bound instances are of; it has the same name, signature and module."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -55,15 +55,15 @@ def bound_class(base: type[nn.Module]) -> type[nn.Module]:
         asked = kwargs.pop("return_log_probs", binding.always and not binding.generating)
         if not asked:
             return base.forward(self, *args, **kwargs)
-        if binding.report is None:
-            _examine(self, functools.partial(forward, self))  # not __call__: its hooks have run
-        return scored_forward(self, base.forward, binding.report.transform, binding.backend, args, kwargs)
+        # Not through __call__, whose hooks have run.
+        report = binding.report or _examine(self, functools.partial(forward, self))
+        return scored_forward(self, base.forward, report.transform, binding.backend, args, kwargs)
 
     def generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         binding: Binding = self.__dict__[STATE]
         binding.generating += 1
         try:
-            return base.generate(self, *args, **kwargs)  # type: ignore[attr-defined]
+            return base.generate(self, *args, **kwargs)
         finally:
             binding.generating -= 1
 
@@ -71,8 +71,8 @@ def bound_class(base: type[nn.Module]) -> type[nn.Module]:
         reduced = base.__reduce_ex__(self, protocol)
         return (_restore, (base,), *reduced[2:]) if type(self) is bound_class(base) else reduced
 
-    names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    namespace: dict[str, Any] = {**names, MARK: base, "__reduce_ex__": __reduce_ex__, "forward": _like(forward, base.forward)}
+    namespace: dict[str, Any] = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
+    namespace |= {MARK: base, "__reduce_ex__": __reduce_ex__, "forward": _like(forward, base.forward)}
     if hasattr(base, "generate"):
         namespace["generate"] = _like(generate, base.generate)
     return type(base)(base.__name__, (base,), namespace)
@@ -95,15 +95,18 @@ def _causal_lm(model: Any) -> nn.Module:
     """The model that has the head: inside of a PeftModel, or the model itself."""
     if not isinstance(model, nn.Module):
         raise InputTypeError(f"model: got {type(model).__qualname__}, expected a transformers model")
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    inner: Any = model
+    if hasattr(model, "get_base_model"):
+        inner = model.get_base_model()  # type: ignore[operator]
     if not hasattr(inner, "get_output_embeddings"):
-        wrapped = next((name for name in ("module", "_orig_mod") if isinstance(getattr(inner, name, None), nn.Module)), "")
-        hint = f"; it wraps a model: bind its .{wrapped} instead, before wrapping" if wrapped else ""
+        wrapped = [name for name in ("module", "_orig_mod") if isinstance(getattr(inner, name, None), nn.Module)]
+        hint = f"; it wraps a model: bind its .{wrapped[0]} instead, before wrapping" if wrapped else ""
         raise UnsupportedError(f"{type(inner).__qualname__} has no get_output_embeddings(), so no head is known{hint}")
-    return inner
+    found: nn.Module = inner
+    return found
 
 
-def _examine(model: nn.Module, call: Callable[..., Any]) -> None:
+def _examine(model: nn.Module, call: Callable[..., Any]) -> HeadReport:
     """Fill in the report of a bound model; `call` runs it."""
     binding: Binding = model.__dict__[STATE]
 
@@ -112,7 +115,7 @@ def _examine(model: nn.Module, call: Callable[..., Any]) -> None:
         return call(**kwargs, return_log_probs=True)
 
     try:
-        binding.report = examine(model, functools.partial(call, return_log_probs=False), scored)
+        return examine(model, functools.partial(call, return_log_probs=False), scored)
     except BaseException:
         binding.report = None
         raise
@@ -130,7 +133,7 @@ def _restored_on_error(model: nn.Module) -> Iterator[None]:
 def _bind(model: Model, backend: str | None, always: bool) -> Model:
     target = _causal_lm(model)
     unbind(model)
-    base = type(target)
+    base: Any = type(target)
     own = target.__dict__.get("forward")
     hooked = "_hf_hook" in target.__dict__
     if own is not None and not hooked:
@@ -139,7 +142,7 @@ def _bind(model: Model, backend: str | None, always: bool) -> Model:
             "or prepared for mixed precision"
         )
     target.__class__ = bound_class(base)
-    target.__dict__[STATE] = binding = Binding(backend, always)
+    target.__dict__[STATE] = Binding(backend, always)
     with _restored_on_error(target):
         if hooked:  # accelerate's hook calls what it found as _old_forward
             target.__dict__["_old_forward"] = MethodType(bound_class(base).forward, target)
@@ -180,8 +183,8 @@ def unbind(model: Model) -> Model:
     binding = target.__dict__.pop(STATE, None)
     if binding is None:
         return model
-    bound = type(target)
-    base = bound.__mro__[1]
+    bound: Any = type(target)
+    base: Any = bound.__mro__[1]
     if bound is not bound_class(base):
         target.__dict__[STATE] = binding
         raise UnsupportedError(f"{bound.__qualname__}: its class was changed after bind; undo that first")

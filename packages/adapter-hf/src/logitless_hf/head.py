@@ -40,10 +40,9 @@ def _saved_module(wrapper: Any) -> nn.Module:
     """The module that PEFT's `modules_to_save` wrapper would call."""
     names = wrapper.active_adapters
     chosen = None if wrapper.disable_adapters or not names else names[0]
-    module: nn.Module = (
-        wrapper.modules_to_save[chosen] if chosen in wrapper.modules_to_save else wrapper.original_module
-    )
-    return module
+    saved: nn.ModuleDict = wrapper.modules_to_save
+    original: nn.Module = wrapper.original_module
+    return saved[chosen] if chosen is not None and chosen in saved else original
 
 
 def _lora_adapters(layer: Any) -> tuple[str, ...]:

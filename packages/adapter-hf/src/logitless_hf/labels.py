@@ -24,7 +24,7 @@ def _same_by_mask(mask: Any, shape: tuple[int, int]) -> Tensor:
     if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.shape[0] != shape[0] or mask.shape[1] < shape[1]:
         got = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"a {type(mask).__qualname__}"
         raise InvalidInputError(
-            f"attention_mask: got {got}, from which the borders of sequences cannot be told; expected {shape}; {BY_HAND}"
+            f"attention_mask: got {got}, which tells no borders of sequences; expected {shape}; {BY_HAND}"
         )
     live = mask[:, mask.shape[1] - shape[1] :]  # with a cache, the mask also covers what is in it
     return (live[:, :-1] != 0) & (live[:, 1:] == live[:, :-1])
@@ -40,7 +40,7 @@ def _same_by_position(position_ids: Any, shape: tuple[int, int]) -> Tensor:
     if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.shape[0] not in (1, shape[0]) or ids.shape[1] != shape[1]:
         got = f"shape {tuple(position_ids.shape)}" if isinstance(position_ids, Tensor) else repr(type(position_ids))
         raise InvalidInputError(
-            f"position_ids: got {got}, from which the borders of sequences cannot be told; expected {shape}; {BY_HAND}"
+            f"position_ids: got {got}, which tells no borders of sequences; expected {shape}; {BY_HAND}"
         )
     return ids[:, 1:] > ids[:, :-1]
 

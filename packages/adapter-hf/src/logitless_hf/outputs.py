@@ -3,20 +3,37 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, make_dataclass
 from typing import Any
 
 from torch import Tensor
+from torch.utils._pytree import register_pytree_node
 from transformers.modeling_outputs import CausalLMOutputWithPast
-from transformers.utils import ModelOutput
+from transformers.utils import generic
 
 from logitless.errors import UnsupportedError
 
 __all__ = ["CausalLMOutputForPPO", "scored_output"]
 
 
+class _FlattenedByItems:
+    """A pytree node by its items: `values` is a field here, and transformers' flattening calls `output.values()`."""
+
+    def __init_subclass__(cls) -> None:
+        def flatten(output: Any) -> tuple[list[Any], tuple[str, ...]]:
+            return [value for _, value in output.items()], tuple(output.keys())
+
+        def unflatten(values: Iterable[Any], keys: tuple[str, ...]) -> Any:
+            return cls(**dict(zip(keys, values, strict=True)))
+
+        register_pytree_node(cls, flatten, unflatten, serialized_type_name=f"{cls.__module__}.{cls.__qualname__}")
+        registered: set[type] = getattr(generic, "_registered_model_output_types", set())
+        registered.add(cls)  # newer transformers also register lazily
+
+
 @dataclass
-class CausalLMOutputForPPO(CausalLMOutputWithPast):  # type: ignore[misc]
+class CausalLMOutputForPPO(_FlattenedByItems, CausalLMOutputWithPast):
     """The family's own output, without logits, and with scores.
 
     Attributes:
@@ -28,7 +45,7 @@ class CausalLMOutputForPPO(CausalLMOutputWithPast):  # type: ignore[misc]
 
     log_probs: Tensor | None = None
     entropy: Tensor | None = None
-    values: Tensor | None = None
+    values: Tensor | None = None  # type: ignore[assignment]
     aux_loss: Tensor | None = None
 
     if "cache" in {field.name for field in fields(CausalLMOutputWithPast)}:  # renamed in transformers 5.24
@@ -39,30 +56,35 @@ class CausalLMOutputForPPO(CausalLMOutputWithPast):  # type: ignore[misc]
             return self.cache
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (tuple(field.name for field in fields(self)), dict(self))
+        return _rebuild, (_extra(self), dict(self))
 
 
 _OWN = tuple(field.name for field in fields(CausalLMOutputForPPO))
 
 
+def _extra(output: Any) -> tuple[str, ...]:
+    """Names of the fields that are the family's only."""
+    return tuple(field.name for field in fields(output) if field.name not in _OWN)
+
+
 @functools.cache
-def _with_fields(names: tuple[str, ...]) -> type[CausalLMOutputForPPO]:
-    """The class that also has these fields; transformers' outputs flatten and pickle by their declared fields."""
-    extra = [(name, Any, None) for name in names if name not in _OWN]
+def _with_fields(extra: tuple[str, ...]) -> type[CausalLMOutputForPPO]:
+    """The class that also has these fields: transformers takes a field that is not declared for a mistake."""
     if not extra:
         return CausalLMOutputForPPO
-    cls = make_dataclass(CausalLMOutputForPPO.__name__, extra, bases=(CausalLMOutputForPPO,))
+    declared = [(name, Any, None) for name in extra]
+    cls = make_dataclass(CausalLMOutputForPPO.__name__, declared, bases=(CausalLMOutputForPPO,))
     cls.__module__, cls.__doc__ = CausalLMOutputForPPO.__module__, CausalLMOutputForPPO.__doc__
     return cls
 
 
-def _rebuild(names: tuple[str, ...], values: dict[str, Any]) -> CausalLMOutputForPPO:
-    return _with_fields(names)(**values)
+def _rebuild(extra: tuple[str, ...], values: dict[str, Any]) -> CausalLMOutputForPPO:
+    return _with_fields(extra)(**values)
 
 
 def scored_output(family: Any, log_probs: Tensor, entropy: Tensor | None) -> CausalLMOutputForPPO:
     """The family's output with scores in place of its (empty) logits."""
-    if not isinstance(family, ModelOutput):
+    if not isinstance(family, generic.ModelOutput):
         raise UnsupportedError(f"the model returned a {type(family).__qualname__}, expected a ModelOutput")
     kept = {name: value for name, value in family.items() if name not in ("loss", "logits")}
-    return _with_fields(tuple(kept))(**kept, log_probs=log_probs, entropy=entropy)
+    return _with_fields(_extra(family))(**kept, log_probs=log_probs, entropy=entropy)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from logitless.errors import UnsupportedError
 from logitless_hf.capture import capture
+from logitless_hf.head import find_head
 
 __all__ = ["Transform", "identify", "probe_tokens", "undisturbed"]
 
@@ -76,12 +77,11 @@ def _tracked(model: nn.Module) -> Iterator[dict[int, str]]:
     Logits that then require grad depend on one of them, even where it is frozen or still zero. Buffers inside of the
     trunk are left alone: some are written in a forward, which autograd forbids for what requires grad.
     """
-    head = model.get_output_embeddings()  # type: ignore[operator]
-    paths = [name for name, module in model.named_modules(remove_duplicate=False) if module is head]
-    owners = {path.rsplit(".", depth)[0] if depth <= path.count(".") else "" for path in paths for depth in (1, 2, 3, 9)}
-    named = list(model.named_parameters())
-    for owner in owners:
-        named += [(f"{owner}.{name}".lstrip("."), t) for name, t in model.get_submodule(owner).named_buffers(recurse=False)]
+    outer = find_head(model).outer
+    named: list[tuple[str, Tensor]] = list(model.named_parameters())
+    for path, module in model.named_modules():
+        if any(child is outer for child in module.modules()):
+            named += [(f"{path}.{name}".lstrip("."), buffer) for name, buffer in module.named_buffers(recurse=False)]
     changed = [
         (name, tensor)
         for name, tensor in named
@@ -172,7 +172,7 @@ def _explains(transform: Transform, x: Tensor, y: Tensor) -> bool:
 def _why_not(x: Tensor, y: Tensor) -> str:
     """Which of the block's axes the outcome depends on, beside the value itself."""
     for axis, name in ((2, "vocab row"), (1, "position"), (0, "batch row")):
-        for value in x.unique().tolist():
+        for value in POINTS:
             hit = x == value
             count = hit.sum(axis)
             low = torch.where(hit, y, math.inf).amin(axis)
@@ -186,7 +186,7 @@ def _fit(x: Tensor, y: Tensor) -> Transform:
     """The transform that explains all of `y`, [BATCH, LENGTH, V] like `x`."""
     if not torch.isfinite(y).all():
         raise UnsupportedError("the model makes some logits infinite or NaN: a mask over the vocabulary?")
-    smallest = x.abs() == POINTS[0] if POINTS[0] < 1 else x.abs() == min(abs(p) for p in POINTS if p)
+    smallest = x.abs() == min(abs(point) for point in POINTS if point)
     slope = float((y[smallest] / x[smallest]).median())
     cap = float(y.abs().max())
     if slope != 0:
@@ -209,13 +209,14 @@ def identify(model: nn.Module, call: Callable[..., Any]) -> Transform:
     Raises:
         UnsupportedError: it is not understood; the message says why.
     """
-    head: Any = model.get_output_embeddings()  # type: ignore[operator]
-    points = _points(head.weight.shape[0])
+    points = _points(find_head(model).linear.out_features)
     found = []
     for training in (False, True):
         for module in model.modules():
             module.training = training
         found.append(_fit(points, _observe(model, call, points)))
     if found[0] != found[1]:
-        raise UnsupportedError(f"the model treats its logits differently in eval ({found[0]}) and train ({found[1]}) mode")
+        raise UnsupportedError(
+            f"the model treats its logits differently in eval, {found[0]}, and train mode, {found[1]}"
+        )
     return found[0]

@@ -62,7 +62,7 @@ def _forward_from_source(cls: type) -> Callable[..., Any] | None:
 def _family_forward(model: nn.Module) -> Callable[..., Any]:
     """The forward that the model's family wrote, even where one of ours was assigned in its place."""
     for cls in type(model).__mro__:
-        forward = None if is_bound_class(cls) else cls.__dict__.get("forward")
+        forward: Callable[..., Any] | None = None if is_bound_class(cls) else cls.__dict__.get("forward")
         if forward in (forward_with_torch_backend, forward_with_triton_backend, forward_base_model):
             forward = _forward_from_source(cls)
         if forward is not None:

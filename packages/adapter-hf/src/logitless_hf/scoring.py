@@ -96,8 +96,8 @@ def _parameters(forward: Callable[..., Any]) -> tuple[tuple[str, ...], bool]:
 
 
 def _family_call(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The call by name, set to return an output object and, unless it says otherwise, to fill no cache."""
-    names, open_ended = _parameters(forward)
+    """The call's arguments by name."""
+    names, _ = _parameters(forward)
     if len(args) > len(names):
         raise InvalidInputError(f"got {len(args)} positional arguments, expected at most {len(names)}")
     call = dict(zip(names, args, strict=False))
@@ -108,6 +108,7 @@ def _family_call(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Map
 
 
 def _prepare(model: nn.Module, forward: Callable[..., Any], call: dict[str, Any]) -> None:
+    """Set the call to return an output object and, unless it says otherwise, to fill no cache."""
     names, open_ended = _parameters(forward)
     returns_dict = call.pop("return_dict", None)
     if returns_dict is None:
@@ -177,9 +178,7 @@ def scored_forward(
     return scored_output(output, *call_head(head, hidden, op))
 
 
-def examine(
-    model: nn.Module, plain: Callable[..., Any], scored: Callable[..., CausalLMOutputForPPO]
-) -> HeadReport:
+def examine(model: nn.Module, plain: Callable[..., Any], scored: Callable[..., CausalLMOutputForPPO]) -> HeadReport:
     """Identify what the model does to its logits, and check scores against its own logits.
 
     Args:
@@ -203,9 +202,7 @@ def examine(
 
 
 @torch.no_grad()
-def _self_check(
-    model: nn.Module, plain: Callable[..., Any], scored: Callable[..., CausalLMOutputForPPO]
-) -> None:
+def _self_check(model: nn.Module, plain: Callable[..., Any], scored: Callable[..., CausalLMOutputForPPO]) -> None:
     """Scores of eight tokens against the model's own logits, in eval mode."""
     for module in model.modules():
         module.training = False
@@ -225,6 +222,6 @@ def _self_check(
     worst = max(float((a - b).abs().max()) for a, b in ((log_probs, scores.log_probs), (entropy, scores.entropy)))
     if not worst <= tolerance:
         raise UnsupportedError(
-            f"scores differ from the model's own logits by {worst:.3g} nats, more than {tolerance:.3g}: something stands "
-            "between its head and its logits that the probe does not see"
+            f"scores differ from the model's own logits by {worst:.3g} nats, more than {tolerance:.3g}: something "
+            "stands between its head and its logits that the probe does not see"
         )
