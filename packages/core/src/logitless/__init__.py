@@ -5,6 +5,7 @@ from importlib.metadata import version
 from logitless._registry import PluginStatus, adapters, backends, make_forward, use_backend
 from logitless.head import LMHead
 from logitless.linear import linear_log_probs
+from logitless.packing import PackedBatch
 from logitless.types import (
     PROTOCOL,
     Adapter,
@@ -24,6 +25,7 @@ __all__ = [
     "CausalLMOutputForPPO",
     "ForwardFn",
     "LMHead",
+    "PackedBatch",
     "PluginStatus",
     "Request",
     "TokenLogProbs",

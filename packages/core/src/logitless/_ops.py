@@ -154,7 +154,7 @@ def linear_log_probs_op(*args: Any) -> tuple[Tensor, ...]:
     if call.validate:
         live_count = check_values(call.labels, call.temperature, call.ignore_index, call.vocab_size)
     if live_count < n_tokens:
-        order = torch.argsort((call.labels == call.ignore_index).to(torch.uint8), stable=True)
+        order = torch.nonzero_static(call.labels != call.ignore_index, size=n_tokens, fill_value=0).squeeze(1)
     else:
         order = torch.arange(n_tokens, device=call.labels.device)
     problem = call.problem(order, live_count)
@@ -187,7 +187,7 @@ class Made:
     """What the forward made for the backward."""
 
     stats: Tensor  # [3, N]
-    order: Tensor  # [N]
+    order: Tensor  # [N], the live tokens' indices first
     live_count: Tensor  # [] on the host
     kept: Tensor
 
@@ -224,7 +224,8 @@ def _gradients(
 def _backward_op(*args: Any) -> tuple[Tensor, ...]:
     """Gradients of `Call.differentiable`; an empty tensor for each that is not needed, since ops return tensors."""
     call, made, rest = Call(*args[:_SIZE]), Made(*args[_SIZE : _SIZE + 4]), args[_SIZE + 4 :]
-    found = _gradients(call, made, *rest, None)
+    grad_log_probs, grad_entropy, needs = rest
+    found = _gradients(call, made, grad_log_probs, grad_entropy, needs, None)
     grads = (found.hidden, found.weight, found.bias, found.lora_u, found.lora_b)
     return tuple(call.hidden.new_empty(0) if grad is None else grad for grad in grads)
 

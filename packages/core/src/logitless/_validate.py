@@ -36,7 +36,7 @@ def _shape(name: str, value: Tensor, expected: tuple[int, ...], why: str) -> Non
 def _positive(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise InputTypeError(f"{name}: got {type(value).__qualname__}, expected a positive number")
-    if not (math.isfinite(value) and value > 0):
+    if not (math.isfinite(value) and float(value) > 0):
         raise InvalidInputError(f"{name}: got {value}, expected a positive finite number")
 
 

@@ -1,0 +1,475 @@
+"""Many sequences in one row of tokens without padding, and the way back to where they came from.
+
+Labels are made here, before anything is cut: shift first, then pack, then shard, so that no label ever crosses a
+sequence's or a shard's border. No loop over tokens; one device-to-host copy when a batch is made.
+
+Shape suffixes: B sequences, S columns of a padded layout, M true tokens, T packed tokens (alignment padding included),
+P = T / size tokens of a shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from logitless._collectives import gather_own_gradient
+from logitless._segments import Scheme, cumulated, fill_bins, last_tokens, ramp, shard_index, split_bins
+from logitless.errors import InputTypeError, InvalidInputError
+
+__all__ = ["IGNORE_INDEX", "PackedBatch", "PaddedBatch"]
+
+IGNORE_INDEX = -100
+
+Of = Literal["token", "prediction"]
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedBatch:
+    """Sequences in rows, aligned left, padded right: [B, S]."""
+
+    input_ids: Tensor  # [B, S], 0 at padding
+    attention_mask: Tensor  # [B, S] bool
+    position_ids: Tensor  # [B, S] or [3, B, S], [4, B, S]
+    labels: Tensor  # [B, S], ignore_index at padding
+    index: Tensor  # [T] where each packed token stands in the flattened rows
+
+    def to_packed(self, x: Tensor) -> Tensor:
+        """[B, S, ...] results back into the packed batch's order: [T, ...]."""
+        return x.flatten(0, 1).index_select(0, self.index)
+
+
+@dataclass(frozen=True, slots=True)
+class _Origin:
+    """The layout that a batch came from."""
+
+    kind: Literal["padded", "nested", "list"]
+    shape: tuple[int, ...]  # padded: (B, S); else (M,)
+    offsets: Tensor  # [B+1] of the true lengths
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBatch:
+    """Tokens of many sequences in one row, with what it takes to score them and to go back.
+
+    Attributes:
+        input_ids: [T], 0 at alignment padding; [P] of a shard.
+        position_ids: [T], or [3, T], [4, T] for mrope; counted on through alignment padding.
+        labels: [T], the next token of the same sequence; `ignore_index` at a sequence's end, at padding, and where
+            `loss_mask` excludes that next token.
+        cu_seqlens: [B+1] int32, cumulated true lengths.
+        cu_seqlens_padded: [B+1] int32, where each sequence begins in `input_ids`; of the whole batch on a shard too.
+        max_seqlen: longest padded length.
+        lengths: true lengths, on the host.
+        sequences: which sequences of the batch it was split from these are.
+        shard_of: (rank, size, scheme) of a shard, else None.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    labels: Tensor
+    cu_seqlens: Tensor
+    cu_seqlens_padded: Tensor
+    max_seqlen: int
+    lengths: tuple[int, ...]
+    padded_lengths: tuple[int, ...]
+    sequences: tuple[int, ...]
+    shard_of: tuple[int, int, Scheme] | None
+    source_M: Tensor  # where each true token stands in the flattened origin
+    place_M: Tensor  # where it stands in the packed row
+    origin: _Origin
+
+    # --- making one -----------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_padded(
+        cls,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        *,
+        loss_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        align: int = 1,
+    ) -> PackedBatch:
+        """From [B, S] ids and a 0/1 mask of any dtype: padded left, right, or with holes, which are closed.
+
+        Args:
+            input_ids: [B, S] integers.
+            attention_mask: [B, S], 1 at tokens.
+            loss_mask: [B, S] aligned with tokens: 0 at t means that token t is not scored.
+            position_ids: [B, S], or [3, B, S], [4, B, S]; by default each sequence counts from 0.
+            align: each sequence is padded to a multiple of this.
+        """
+        _check_ids("input_ids", input_ids, 2)
+        _check_like("attention_mask", attention_mask, input_ids)
+        _check_align(align)
+        rows, columns = input_ids.shape
+        mask = attention_mask != 0
+        odd = (mask & (attention_mask != 1)).sum(1)
+        lengths, odds = torch.stack((mask.sum(1), odd)).tolist()  # the one copy
+        if any(odds):
+            raise InvalidInputError("attention_mask: got values other than 0 and 1, expected a mask of tokens")
+        source_M = torch.nonzero_static(mask.flatten(), size=sum(lengths)).squeeze(1)
+        if position_ids is not None:
+            _check_like("position_ids", position_ids[0] if position_ids.ndim == 3 else position_ids, input_ids)
+            position_ids = position_ids.flatten(-2).index_select(-1, source_M)
+        if loss_mask is not None:
+            _check_like("loss_mask", loss_mask, input_ids)
+            loss_mask = loss_mask.flatten().index_select(0, source_M)
+        ids_M = input_ids.flatten().index_select(0, source_M)
+        return _build(ids_M, lengths, loss_mask, position_ids, align, source_M, ("padded", (rows, columns)))
+
+    @classmethod
+    def from_nested(
+        cls,
+        input_ids: Tensor,
+        *,
+        loss_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        align: int = 1,
+    ) -> PackedBatch:
+        """From a jagged nested tensor of ids [B, j]; masks and positions are nested alike (or position_ids [k, M])."""
+        if not (isinstance(input_ids, Tensor) and input_ids.is_nested and input_ids.layout == torch.jagged):
+            raise InputTypeError("input_ids: expected a nested tensor of layout torch.jagged [B, j]; see from_padded")
+        _check_align(align)
+        ids_M, lengths = _jagged_values(input_ids)
+        _check_ids("input_ids", ids_M, 1)
+
+        def values(name: str, x: Tensor | None) -> Tensor | None:
+            if x is None or not x.is_nested:
+                return x
+            found, own = _jagged_values(x)
+            if own != lengths:
+                raise InvalidInputError(f"{name}: got lengths {own}, expected those of input_ids, {lengths}")
+            return found
+
+        loss_M, position_M = values("loss_mask", loss_mask), values("position_ids", position_ids)
+        _check_flat("loss_mask", loss_M, ids_M)
+        _check_flat("position_ids", position_M, ids_M)
+        source_M = torch.arange(ids_M.shape[0], device=ids_M.device)
+        return _build(ids_M, lengths, loss_M, position_M, align, source_M, ("nested", (ids_M.shape[0],)))
+
+    @classmethod
+    def from_sequences(
+        cls,
+        input_ids: Sequence[Tensor | Sequence[int]],
+        *,
+        loss_mask: Sequence[Tensor | Sequence[int]] | None = None,
+        position_ids: Sequence[Tensor] | None = None,
+        align: int = 1,
+        device: torch.device | str | None = None,
+    ) -> PackedBatch:
+        """From a list of id sequences (tensors [L] or lists of ints); masks and positions are lists alike."""
+        _check_align(align)
+        ids = [
+            torch.as_tensor(x, dtype=None if isinstance(x, Tensor) else torch.int64, device=device) for x in input_ids
+        ]
+        for i, x in enumerate(ids):
+            _check_ids(f"input_ids[{i}]", x, 1)
+        lengths = [x.shape[0] for x in ids]
+
+        def joined(name: str, parts: Sequence[Any] | None) -> Tensor | None:
+            if parts is None:
+                return None
+            tensors = [torch.as_tensor(x, device=device) for x in parts]
+            own = [x.shape[-1] for x in tensors]
+            if own != lengths:
+                raise InvalidInputError(f"{name}: got lengths {own}, expected those of input_ids, {lengths}")
+            return torch.cat(tensors, dim=-1) if tensors else None
+
+        ids_M = torch.cat(ids) if ids else torch.zeros(0, dtype=torch.int64, device=device)
+        loss_M, position_M = joined("loss_mask", loss_mask), joined("position_ids", position_ids)
+        source_M = torch.arange(ids_M.shape[0], device=ids_M.device)
+        return _build(ids_M, lengths, loss_M, position_M, align, source_M, ("list", (ids_M.shape[0],)))
+
+    # --- values along with it -------------------------------------------------------------------------------------
+
+    def pack(self, x: Any, of: Of = "token", fill: float = 0.0) -> Tensor:
+        """Values in the origin's layout, [B, S, ...], nested or a list, into batch order [T, ...].
+
+        Args:
+            x: one value (or row of trailing dimensions) for each position of the origin.
+            of: "token": x at t belongs to token t (advantages, rewards, a rollout engine's log-probs), and goes where
+                that token is the label, as `loss_mask` does. "prediction": x at t belongs to the prediction made at
+                t (what `unpack` returned), and stays at t.
+            fill: what stands where no value belongs.
+        """
+        self._whole("pack")
+        flat = self._flatten(x)
+        if of == "prediction":
+            source, place = self.source_M, self.place_M
+        elif of == "token":
+            source, place = self.source_M[1:], self.place_M[:-1]  # token t is predicted one place before it
+        else:
+            raise InvalidInputError(f"of: got {of!r}, expected 'token' or 'prediction'")
+        out = flat.new_full((sum(self.padded_lengths), *flat.shape[1:]), fill)
+        out = out.index_copy(0, place, flat.index_select(0, source))
+        return out.index_fill(0, self._last_places(), fill) if of == "token" else out
+
+    def unpack(self, x: Tensor, fill: float = 0.0) -> Any:
+        """[T, ...] in batch order back into the origin's layout; `fill` where it holds no token of the batch."""
+        self._whole("unpack")
+        if x.shape[0] != sum(self.padded_lengths):
+            raise InvalidInputError(
+                f"x: got {x.shape[0]} rows, expected {sum(self.padded_lengths)}, one for each packed token"
+            )
+        values = x.index_select(0, self.place_M)
+        if self.origin.kind == "padded":
+            rows, columns = self.origin.shape
+            out = x.new_full((rows * columns, *x.shape[1:]), fill).index_copy(0, self.source_M, values)
+            return out.view(rows, columns, *x.shape[1:])
+        if self.origin.kind == "list":
+            return list(torch.split(values, list(self.lengths)))
+        return torch.nested.nested_tensor_from_jagged(values, self.origin.offsets)
+
+    def to_padded(self) -> PaddedBatch:
+        """Rows aligned left, as wide as the longest padded sequence, for models that take [B, S]."""
+        self._whole("to_padded")
+        row_T, offset_T = ramp(self.padded_lengths, self.input_ids.device)
+        shape = (len(self.lengths), self.max_seqlen)
+        index_T = row_T * self.max_seqlen + offset_T
+
+        def rows(x: Tensor, fill: int) -> Tensor:
+            flat = x.new_full((*x.shape[:-1], shape[0] * shape[1]), fill).index_copy(-1, index_T, x)
+            return flat.view(*x.shape[:-1], *shape)
+
+        mask = torch.zeros(shape[0] * shape[1], dtype=torch.bool, device=self.input_ids.device)
+        mask = mask.index_fill(0, index_T.index_select(0, self.place_M), True)
+        return PaddedBatch(
+            rows(self.input_ids, 0),
+            mask.view(shape),
+            rows(self.position_ids, 0),
+            rows(self.labels, IGNORE_INDEX),
+            index_T,
+        )
+
+    # --- cutting it -----------------------------------------------------------------------------------------------
+
+    def micro_batches(self, max_tokens: int, group: Any = None) -> list[PackedBatch]:
+        """Whole sequences in batches of at most `max_tokens` packed tokens, evenly filled.
+
+        With a data-parallel `group`, every rank gets as many as the rank that needs the most; a rank with too few
+        sequences gets idle batches (one sequence of no true tokens), so that collectives in the model stay in step.
+        """
+        self._whole("micro_batches")
+        sizes = self.padded_lengths
+        for i, size in enumerate(sizes):
+            if size > max_tokens:
+                raise InvalidInputError(
+                    f"max_tokens: got {max_tokens}, expected at least {size}, the packed length of sequence {i}"
+                )
+        bins = fill_bins(sizes, max_tokens)
+        if group is not None:
+            count = torch.tensor(len(bins), device=self.input_ids.device)
+            dist.all_reduce(count, op=dist.ReduceOp.MAX, group=group)
+            bins = split_bins(bins, sizes, int(count))
+        return [self._select(sorted(members)) if members else self._idle() for members in bins]
+
+    def shard(self, rank: int, size: int, scheme: Scheme = "zigzag") -> PackedBatch:
+        """This rank's tokens for context or sequence parallelism.
+
+        "zigzag" cuts each sequence into 2·size chunks and takes chunks rank and 2·size−1−rank (even work under a
+        causal mask); every padded length must divide by 2·size. "contiguous" takes the rank-th part of the whole row;
+        T must divide by size.
+        """
+        self._whole("shard")
+        if not 0 <= rank < size:
+            raise InvalidInputError(f"rank: got {rank}, expected 0 to {size - 1} for size {size}")
+        index_P = shard_index(self.padded_lengths, rank, size, scheme, self.input_ids.device)
+        return replace(
+            self,
+            input_ids=self.input_ids.index_select(0, index_P),
+            position_ids=self.position_ids.index_select(-1, index_P),
+            labels=self.labels.index_select(0, index_P),
+            shard_of=(rank, size, scheme),
+        )
+
+    def gather(self, x: Tensor, group: Any) -> Tensor:
+        """[P, ...] of every rank's shard into [T, ...] in the whole batch's order, on every rank.
+
+        The gradient is that of a loss which every rank computes alike from the gathered whole: each rank's shard gets
+        its own rows' gradient, once.
+        """
+        if self.shard_of is None:
+            return x
+        _, size, scheme = self.shard_of
+        if dist.get_world_size(group) != size:
+            raise InvalidInputError(f"group: has {dist.get_world_size(group)} ranks, expected the shard's {size}")
+        parts = [shard_index(self.padded_lengths, r, size, scheme, x.device) for r in range(size)]
+        inverse = torch.argsort(torch.cat(parts))
+        return gather_own_gradient(x, group).index_select(0, inverse)
+
+    # --- inside ---------------------------------------------------------------------------------------------------
+
+    def _whole(self, what: str) -> None:
+        if self.shard_of is not None:
+            raise InvalidInputError(f"{what}: this is a shard {self.shard_of}; call it on the batch that was sharded")
+
+    def _flatten(self, x: Any) -> Tensor:
+        """Values in the origin's layout as [positions, ...]."""
+        if self.origin.kind == "padded":
+            if not isinstance(x, Tensor) or tuple(x.shape[:2]) != self.origin.shape:
+                got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__qualname__
+                raise InvalidInputError(f"x: got {got}, expected a tensor {self.origin.shape} + trailing dimensions")
+            return x.flatten(0, 1)
+        if isinstance(x, Tensor) and x.is_nested:
+            x, lengths = _jagged_values(x)
+        else:
+            parts = [torch.as_tensor(part, device=self.input_ids.device) for part in x]
+            lengths = [part.shape[0] for part in parts]
+            x = torch.cat(parts) if parts else torch.zeros(0, device=self.input_ids.device)
+        if tuple(lengths) != self.lengths:
+            raise InvalidInputError(f"x: got lengths {list(lengths)}, expected {list(self.lengths)}")
+        flat: Tensor = x
+        return flat
+
+    def _last_places(self) -> Tensor:
+        """Where each sequence's last true token stands: what it would predict is not there."""
+        return self.place_M.index_select(0, last_tokens(self.lengths, self.place_M.device))
+
+    def _select(self, members: Sequence[int]) -> PackedBatch:
+        """The batch of some of the sequences, in that order."""
+        lengths = [self.lengths[i] for i in members]
+        device = self.input_ids.device
+        begins = torch.tensor(cumulated(self.lengths), device=device)[:-1]
+        row_M, offset_M = ramp(lengths, device)
+        chosen = torch.tensor(members, device=device)
+        true_M = begins.index_select(0, chosen).index_select(0, row_M) + offset_M
+        padded_lengths = tuple(self.padded_lengths[i] for i in members)
+        row_T, offset_T = ramp(padded_lengths, device)
+        padded_begins = self.cu_seqlens_padded[:-1].long().index_select(0, chosen)
+        packed_T = padded_begins.index_select(0, row_T) + offset_T
+        if self.origin.kind == "padded":
+            columns = self.origin.shape[1]
+            source_M = row_M * columns + self.source_M.index_select(0, true_M) % max(columns, 1)
+            shape: tuple[int, ...] = (len(members), columns)
+        else:
+            source_M = torch.arange(row_M.shape[0], device=device)
+            shape = (row_M.shape[0],)
+        return PackedBatch(
+            input_ids=self.input_ids.index_select(0, packed_T),
+            position_ids=self.position_ids.index_select(-1, packed_T),
+            labels=self.labels.index_select(0, packed_T),
+            sequences=tuple(self.sequences[i] for i in members),
+            shard_of=None,
+            source_M=source_M,
+            origin=_Origin(self.origin.kind, shape, torch.tensor(cumulated(lengths), device=device)),
+            **_lengths_fields(lengths, padded_lengths, device),
+        )
+
+    def _idle(self) -> PackedBatch:
+        """One sequence of no true tokens, as long as the shortest packed one: nothing to score, but it runs."""
+        width = min((size for size in self.padded_lengths if size), default=1)
+        device = self.input_ids.device
+        columns = self.origin.shape[1:]
+        return PackedBatch(
+            input_ids=self.input_ids.new_zeros(width),
+            position_ids=torch.arange(width, device=device).expand(*self.position_ids.shape[:-1], width),
+            labels=self.labels.new_full((width,), IGNORE_INDEX),
+            sequences=(),
+            shard_of=None,
+            source_M=self.source_M[:0],
+            origin=_Origin(self.origin.kind, (0, *columns), torch.zeros(1, dtype=torch.int64, device=device)),
+            **_lengths_fields((0,), (width,), device),
+        )
+
+
+def _lengths_fields(lengths: Sequence[int], padded_lengths: Sequence[int], device: torch.device) -> dict[str, Any]:
+    """The fields of a batch that follow from its lengths alone."""
+    cu_seqlens = torch.tensor(cumulated(lengths), dtype=torch.int32, device=device)
+    cu_seqlens_padded = torch.tensor(cumulated(padded_lengths), dtype=torch.int32, device=device)
+    if list(lengths) == list(padded_lengths):
+        place_M = torch.arange(sum(lengths), device=device)
+    else:
+        row_M, offset_M = ramp(lengths, device)
+        place_M = cu_seqlens_padded.long().index_select(0, row_M) + offset_M
+    return {
+        "lengths": tuple(lengths),
+        "padded_lengths": tuple(padded_lengths),
+        "cu_seqlens": cu_seqlens,
+        "cu_seqlens_padded": cu_seqlens_padded,
+        "max_seqlen": max(padded_lengths, default=0),
+        "place_M": place_M,
+    }
+
+
+def _build(
+    ids_M: Tensor,
+    lengths: Sequence[int],
+    loss_M: Tensor | None,
+    position_M: Tensor | None,
+    align: int,
+    source_M: Tensor,
+    origin: tuple[Literal["padded", "nested", "list"], tuple[int, ...]],
+) -> PackedBatch:
+    """A batch from its true tokens, one after another."""
+    device = ids_M.device
+    padded_lengths = [-(-length // align) * align for length in lengths]
+    fields = _lengths_fields(lengths, padded_lengths, device)
+    place_M, total = fields["place_M"], sum(padded_lengths)
+
+    label_M = torch.full_like(ids_M, IGNORE_INDEX, dtype=torch.int64)
+    label_M[:-1] = ids_M[1:]
+    if loss_M is not None:
+        label_M[:-1] = label_M[:-1].masked_fill(loss_M[1:] == 0, IGNORE_INDEX)
+    label_M.index_fill_(0, last_tokens(lengths, device), IGNORE_INDEX)
+
+    row_T, offset_T = ramp(padded_lengths, device)
+    if position_M is None:
+        position_ids = offset_T
+    else:  # through the padding, count on from the last true position
+        last_T = torch.tensor([max(length - 1, 0) for length in lengths], device=device)[row_T]
+        true_T = torch.minimum(offset_T, last_T)
+        begins = torch.tensor(cumulated(lengths)[:-1], device=device)[row_T]
+        position_ids = position_M.index_select(-1, begins + true_T) + (offset_T - true_T)
+    return PackedBatch(
+        input_ids=ids_M.new_zeros(total).index_copy(0, place_M, ids_M),
+        position_ids=position_ids,
+        labels=label_M.new_full((total,), IGNORE_INDEX).index_copy(0, place_M, label_M),
+        sequences=tuple(range(len(lengths))),
+        shard_of=None,
+        source_M=source_M,
+        origin=_Origin(*origin, torch.tensor(cumulated(lengths), device=device)),
+        **fields,
+    )
+
+
+def _jagged_values(x: Any) -> tuple[Tensor, list[int]]:
+    """A jagged tensor's true entries, one after another, and their lengths: one device-to-host copy."""
+    offsets = x.offsets()
+    if x.lengths() is None:
+        bounds = offsets.tolist()
+        return x.values()[bounds[0] : bounds[-1]], [b - a for a, b in pairwise(bounds)]
+    lengths = x.lengths().tolist()
+    row_M, offset_M = ramp(lengths, x.values().device)
+    return x.values().index_select(0, offsets.index_select(0, row_M) + offset_M), lengths
+
+
+def _check_align(align: int) -> None:
+    if not isinstance(align, int) or isinstance(align, bool) or align < 1:
+        raise InvalidInputError(f"align: got {align!r}, expected an int of at least 1")
+
+
+def _check_ids(name: str, x: Tensor, ndim: int) -> None:
+    if not isinstance(x, Tensor) or x.is_floating_point() or x.dtype == torch.bool:
+        raise InputTypeError(f"{name}: got {getattr(x, 'dtype', type(x).__qualname__)}, expected an integer tensor")
+    if x.ndim != ndim:
+        raise InvalidInputError(f"{name}: got shape {tuple(x.shape)}, expected {ndim} dimension{'s' * (ndim > 1)}")
+
+
+def _check_like(name: str, x: Tensor, ids: Tensor) -> None:
+    if not isinstance(x, Tensor) or x.shape != ids.shape:
+        got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__qualname__
+        raise InvalidInputError(f"{name}: got {got}, expected shape {tuple(ids.shape)}, that of input_ids")
+    if x.device != ids.device:
+        raise InvalidInputError(f"{name}: is on {x.device}, input_ids on {ids.device}; move one of them")
+
+
+def _check_flat(name: str, x: Tensor | None, ids_M: Tensor) -> None:
+    if x is not None and x.shape[-1] != ids_M.shape[0]:
+        raise InvalidInputError(f"{name}: got {x.shape[-1]} entries, expected {ids_M.shape[0]}, one for each token")
