@@ -130,14 +130,14 @@ def _points(vocab: int) -> Tensor:
     return drawn[torch.randperm(count, generator=generator)].view(BATCH, LENGTH, vocab)
 
 
-def _observe(model: nn.Module, call: Callable[..., Any], points: Tensor) -> Tensor:
-    """What the model makes of these logits, float64 on the CPU."""
+def _observe(model: nn.Module, call: Callable[..., Any], points: Tensor) -> tuple[Tensor, float]:
+    """What the model makes of these logits, float64 on the CPU, and the relative rounding of its own arithmetic."""
 
     def answer(hidden: Tensor) -> Tensor:
         if hidden.shape[:-1] != points.shape[:-1]:
             raise UnsupportedError(f"the head got {tuple(hidden.shape)}, expected {(BATCH, LENGTH, hidden.shape[-1])}")
         # Never in bf16: a family's own arithmetic on the logits would be rounded, and the fit misled.
-        return points.to(hidden.device, torch.promote_types(hidden.dtype, torch.float32))
+        return points.to(hidden.device, torch.float32 if hidden.device.type == "mps" else torch.float64)
 
     with torch.enable_grad(), _tracked(model) as names:
         output, _, _ = capture(model, lambda: call(input_ids=probe_tokens(model)), answer)
@@ -150,16 +150,13 @@ def _observe(model: nn.Module, call: Callable[..., Any], points: Tensor) -> Tens
             causes = _ancestors(logits, names)
             told = ", ".join(causes[:3]) + (f" and {len(causes) - 3} more" if len(causes) > 3 else "")
             raise UnsupportedError(f"what the model does to its logits depends on {told}")
-    return logits.detach().to("cpu", torch.float64)
+    return logits.detach().to("cpu", torch.float64), 4 * torch.finfo(logits.dtype).eps
 
 
-def _snap(value: float) -> float:
-    """The shortest decimal that float32 arithmetic cannot tell from `value`: 0.3, not 0.30000001192."""
-    for digits in range(1, 9):
-        short = float(f"{value:.{digits}g}")
-        if abs(short - value) <= 2e-7 * abs(value):
-            return short
-    return value
+def _snap(value: float, tolerance: float) -> float:
+    """The shortest decimal that is as good as `value`: 0.3, not 0.30000001192."""
+    candidates = (float(f"{value:.{digits}g}") for digits in range(1, 17))
+    return next((short for short in candidates if abs(short - value) <= tolerance * abs(value)), value)
 
 
 def _explains(transform: Transform, x: Tensor, y: Tensor) -> bool:
@@ -182,19 +179,20 @@ def _why_not(x: Tensor, y: Tensor) -> str:
     return "what the model does to its logits is neither a scale nor a softcap (nor both)"
 
 
-def _fit(x: Tensor, y: Tensor) -> Transform:
-    """The transform that explains all of `y`, [BATCH, LENGTH, V] like `x`."""
+def _fit(x: Tensor, y: Tensor, rounding: float) -> Transform:
+    """The transform that explains all of `y`, [BATCH, LENGTH, V] like `x`; its numbers are good to `rounding`."""
     if not torch.isfinite(y).all():
         raise UnsupportedError("the model makes some logits infinite or NaN: a mask over the vocabulary?")
     smallest = x.abs() == min(abs(point) for point in POINTS if point)
-    slope = float((y[smallest] / x[smallest]).median())
-    cap = float(y.abs().max())
-    if slope != 0:
-        plain = Transform(_snap(slope))
-        if _explains(plain, x, y):
-            return plain
-        capped = Transform(_snap(slope), _snap(cap))
-        if cap > 0 and _explains(capped, x, y):
+    plain = Transform(_snap(float((y[smallest] / x[smallest]).median()), rounding))
+    if plain.scale != 0 and _explains(plain, x, y):
+        return plain
+    cap = _snap(float(y.abs().max()), rounding)
+    bend = ((y / cap).abs() > 0.1) & ((y / cap).abs() < 0.9)  # there the slope is best told from the cap
+    if bend.any():
+        slope = float((cap * torch.atanh(y[bend] / cap) / x[bend]).median())
+        capped = Transform(_snap(slope, rounding), cap)
+        if _explains(capped, x, y):
             return capped
     raise UnsupportedError(_why_not(x, y))
 
@@ -214,7 +212,7 @@ def identify(model: nn.Module, call: Callable[..., Any]) -> Transform:
     for training in (False, True):
         for module in model.modules():
             module.training = training
-        found.append(_fit(points, _observe(model, call, points)))
+        found.append(_fit(points, *_observe(model, call, points)))
     if found[0] != found[1]:
         raise UnsupportedError(
             f"the model treats its logits differently in eval, {found[0]}, and train mode, {found[1]}"

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from logitless.errors import InvalidInputError
+from logitless_hf.labels import next_token_labels
+
+TOKENS = torch.tensor([[11, 12, 13, 14, 15]])
+I = -100  # noqa: E741
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        ({}, [12, 13, 14, 15, I]),
+        ({"attention_mask": [[1, 1, 1, 1, 1]]}, [12, 13, 14, 15, I]),
+        ({"attention_mask": [[0, 0, 1, 1, 1]]}, [I, I, 14, 15, I]),
+        ({"attention_mask": [[1, 1, 1, 0, 0]]}, [12, 13, I, I, I]),
+        ({"attention_mask": [[1, 1, 0, 1, 1]]}, [12, I, I, 15, I]),
+        ({"attention_mask": [[0, 0, 0, 0, 0]]}, [I, I, I, I, I]),
+        ({"attention_mask": [[9, 1, 1, 1, 1, 1, 1]]}, [12, 13, 14, 15, I]),
+        ({"position_ids": [[0, 1, 2, 3, 4]]}, [12, 13, 14, 15, I]),
+        ({"position_ids": [[0, 1, 0, 1, 2]]}, [12, I, 14, 15, I]),
+        ({"position_ids": [[3, 4, 0, 0, 1]]}, [12, I, I, 15, I]),
+        ({"position_ids": [0, 1, 0, 1, 2]}, [12, I, 14, 15, I]),
+        ({"position_ids": [[[0, 1, 0, 1, 2]]] * 4}, [12, I, 14, 15, I]),
+        ({"cu_seq_lens_q": [0, 2, 5], "cu_seq_lens_k": [0, 2, 5]}, [12, I, 14, 15, I]),
+        ({"cu_seq_lens_q": [0, 2, 4]}, [12, I, 14, I, I]),
+        ({"cu_seq_lens_q": [0, 1, 1, 5]}, [I, 13, 14, 15, I]),
+        ({"position_ids": [[1, 1, 0, 1, 2]], "attention_mask": [[0, 0, 1, 1, 1]]}, [I, I, 14, 15, I]),
+    ],
+)
+def test_borders(call: dict[str, Any], expected: list[int]) -> None:
+    given = {name: torch.tensor(value) for name, value in call.items()}
+    assert next_token_labels(TOKENS, given).tolist() == [expected]
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.int64, torch.uint8, torch.float32])
+def test_a_mask_of_any_dtype(dtype: torch.dtype) -> None:
+    mask = torch.tensor([[0, 1, 1, 1, 0]]).to(dtype)
+    assert next_token_labels(TOKENS, {"attention_mask": mask}).tolist() == [[I, 13, 14, I, I]]
+
+
+def test_lengths_count_over_all_rows() -> None:
+    tokens = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    got = next_token_labels(tokens, {"cu_seq_lens_q": torch.tensor([0, 2, 6], dtype=torch.int32)})
+    assert got.tolist() == [[2, I, I], [5, 6, I]]
+
+
+def test_labels_are_int64_and_the_tokens_are_not_written() -> None:
+    tokens = TOKENS.to(torch.uint8)
+    got = next_token_labels(tokens, {"attention_mask": torch.tensor([[0, 1, 1, 1, 1]])})
+    assert got.dtype == torch.int64
+    assert got.tolist() == [[I, 13, 14, 15, I]]
+    assert tokens.tolist() == TOKENS.tolist()
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        ({"attention_mask": torch.ones(1, 1, 5, 5)}, "attention_mask"),
+        ({"attention_mask": {"full": torch.ones(1, 5)}}, "attention_mask"),
+        ({"attention_mask": torch.ones(1, 4)}, "attention_mask"),
+        ({"attention_mask": torch.ones(2, 5)}, "attention_mask"),
+        ({"position_ids": torch.zeros(3, 1, 5)}, "position_ids"),
+        ({"position_ids": torch.zeros(1, 4)}, "position_ids"),
+        ({"cu_seq_lens_q": [0, 5]}, "cu_seq_lens"),
+        ({"cu_seq_lens_q": torch.zeros(2, 2)}, "cu_seq_lens"),
+    ],
+)
+def test_borders_that_cannot_be_told_ask_for_shift_labels(call: dict[str, Any], name: str) -> None:
+    with pytest.raises(InvalidInputError, match=f"{name}.*pass shift_labels"):
+        next_token_labels(TOKENS, call)

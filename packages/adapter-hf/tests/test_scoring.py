@@ -1,0 +1,232 @@
+"""Scores and gradients of bound models against the models' own logits, and the errors of a scoring call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import logitless_hf
+from logitless.errors import InvalidInputError, NotFoundError, UnsupportedError
+from logitless_hf import bind
+
+
+def test_values_and_every_gradient_equal_the_models_own(family: str, make_model: Any, tokens: Tensor, check: Any) -> None:
+    model = make_model(family)
+    mask = torch.ones_like(tokens)
+    mask[0, :2] = 0  # padded left
+    mask[1, 5:] = 0  # padded right
+    targets = torch.where((mask[:, 1:] & mask[:, :-1]).bool(), tokens[:, 1:], -100)
+    targets = torch.nn.functional.pad(targets, (0, 1), value=-100)
+    expected = check.own_scores(model, targets, 0.7, input_ids=tokens, attention_mask=mask)
+    expected_gradients = check.gradients(model, expected)
+
+    out = bind(model)(tokens, attention_mask=mask, return_log_probs=True, temperature=0.7)
+
+    torch.testing.assert_close(out.log_probs, expected[0], rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(out.entropy, expected[1], rtol=1e-9, atol=1e-9)
+    check.gradients_equal(check.gradients(model, (out.log_probs, out.entropy)), expected_gradients, rtol=1e-5)
+
+
+def test_a_missed_transform_would_show(make_model: Any, tokens: Tensor, check: Any) -> None:
+    """The scaled heads make each transform worth far more than the tolerances."""
+    for family in ("gemma2", "gemma3_text", "cohere", "granite", "phi"):
+        model = make_model(family)
+        with torch.no_grad():
+            hidden = model.model(tokens)[0]
+            plain = (hidden @ model.lm_head.weight.T).log_softmax(-1)
+        targets = check.shift(tokens)
+        got = check.own_scores(model, targets, input_ids=tokens)[0]
+        plain_scores = plain.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+        assert float((plain_scores - got)[:, :-1].abs().max()) > 0.1, family
+
+
+def test_temperature_for_each_token(make_model: Any, tokens: Tensor, check: Any) -> None:
+    model = make_model("gemma2")
+    temperature = torch.rand(tokens.shape, generator=torch.Generator().manual_seed(5)) + 0.5
+    expected = check.own_scores(model, check.shift(tokens), temperature.double(), input_ids=tokens)
+    out = bind(model)(tokens, return_log_probs=True, temperature=temperature)
+    torch.testing.assert_close(out.log_probs, expected[0])
+    torch.testing.assert_close(out.entropy, expected[1])
+
+
+def test_entropy_is_optional_and_its_gradient_too(make_model: Any, tokens: Tensor) -> None:
+    model = bind(make_model())
+    assert model(tokens, return_log_probs=True, entropy=False).entropy is None
+    out = model(tokens, return_log_probs=True, entropy_grad=False)
+    assert not out.entropy.requires_grad
+    assert out.log_probs.requires_grad
+    assert model(tokens, return_log_probs=True).entropy.requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_scores_are_float32_and_better_than_rounded_logits(
+    dtype: torch.dtype, make_model: Any, tokens: Tensor, check: Any
+) -> None:
+    model = make_model("gemma2", dtype)
+    with torch.no_grad():
+        hidden = model.model(tokens, use_cache=False)[0].double()
+        z = hidden @ model.lm_head.weight.double().T
+        log_p = (5.0 * torch.tanh(z / 5.0) / 0.7).log_softmax(-1)
+        out = bind(model)(tokens, return_log_probs=True, temperature=0.7)
+    expected = log_p.gather(-1, check.shift(tokens).clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    assert out.log_probs.dtype == out.entropy.dtype == torch.float32
+    torch.testing.assert_close(out.log_probs[:, :-1].double(), expected[:, :-1], rtol=0, atol=1e-4)
+
+
+def test_autocast_is_the_same_forward_and_backward(make_model: Any, tokens: Tensor, check: Any) -> None:
+    model = make_model("llama", torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = check.own_scores(model, check.shift(tokens), input_ids=tokens)
+        expected_gradients = check.gradients(model, expected)
+        bind(model)
+        out = model(tokens, return_log_probs=True)
+    torch.testing.assert_close(out.log_probs, expected[0], rtol=0, atol=0.1)
+    got = check.gradients(model, (out.log_probs, out.entropy))
+    assert all(gradient is not None and gradient.dtype == torch.float32 for gradient in got.values())
+    check.gradients_equal(got, expected_gradients, rtol=0.1)
+
+
+def test_a_frozen_head_or_trunk_gets_no_gradient(make_model: Any, tokens: Tensor) -> None:
+    model = bind(make_model())
+    model.lm_head.weight.requires_grad_(False)
+    model(tokens, return_log_probs=True).log_probs.sum().backward()
+    assert model.lm_head.weight.grad is None
+    assert model.model.norm.weight.grad is not None
+    model.requires_grad_(False)
+    assert not model(tokens, return_log_probs=True).log_probs.requires_grad
+
+
+def test_keep_bytes_changes_no_bit(make_model: Any, tokens: Tensor) -> None:
+    model = bind(make_model("llama", torch.float32))
+    a = model(tokens, return_log_probs=True)
+    b = model(tokens, return_log_probs=True, keep_bytes=1 << 20)
+    assert torch.equal(a.log_probs, b.log_probs)
+
+
+def test_all_masked_and_all_ignored_batches_are_zero(make_model: Any, tokens: Tensor) -> None:
+    model = bind(make_model("llama", torch.float32))
+    ignored = torch.full_like(tokens, -100)
+    for call in ({"labels": ignored}, {"shift_labels": ignored}, {"attention_mask": torch.zeros_like(tokens)}):
+        model.zero_grad()
+        out = model(tokens, return_log_probs=True, **call)
+        assert out.log_probs.count_nonzero() == out.entropy.count_nonzero() == 0
+        (out.log_probs.sum() + out.entropy.sum()).backward()
+        assert model.lm_head.weight.grad is None or model.lm_head.weight.grad.count_nonzero() == 0
+
+
+@pytest.mark.parametrize("shape", [(0, 7), (3, 1)])
+def test_batches_in_which_nothing_is_scored(shape: tuple[int, int], make_model: Any) -> None:
+    out = bind(make_model())(torch.full(shape, 7), return_log_probs=True)
+    assert out.log_probs.shape == out.entropy.shape == shape
+    assert out.log_probs.count_nonzero() == 0
+    out.log_probs.sum().backward()
+
+
+def test_labels_and_shift_labels(make_model: Any, tokens: Tensor, check: Any) -> None:
+    model = make_model()
+    labels = tokens.flip(0).clone()
+    labels[0, 3] = -100
+    expected = check.own_scores(model, check.shift(labels), input_ids=tokens)[0]
+    bind(model)
+    torch.testing.assert_close(model(tokens, labels=labels, return_log_probs=True).log_probs, expected)
+    by_hand = tokens.roll(2, 1)
+    expected = check.own_scores(model, by_hand, input_ids=tokens)[0]
+    got = model(tokens, labels=labels, shift_labels=by_hand, return_log_probs=True).log_probs
+    torch.testing.assert_close(got, expected)
+
+
+def test_packed_sequences_score_as_each_alone(make_model: Any, tokens: Tensor) -> None:
+    """Labels rolled across a border would score the first token of the next sequence."""
+    model = bind(make_model())
+    lengths = (3, 4)
+    alone = [model(part, return_log_probs=True).log_probs for part in tokens[:1].split(lengths, dim=1)]
+    position_ids = torch.cat([torch.arange(n) for n in lengths]).unsqueeze(0)
+    packed = model(tokens[:1], position_ids=position_ids, return_log_probs=True).log_probs
+    torch.testing.assert_close(packed, torch.cat(alone, dim=1))
+    assert packed[0, 2] == 0
+
+
+def test_inputs_embeds_need_labels(make_model: Any, tokens: Tensor, check: Any) -> None:
+    model = make_model()
+    embeds = model.get_input_embeddings()(tokens).detach()
+    expected = check.own_scores(model, check.shift(tokens), inputs_embeds=embeds)[0]
+    bind(model)
+    got = model(inputs_embeds=embeds, labels=tokens, return_log_probs=True).log_probs
+    torch.testing.assert_close(got, expected)
+    with pytest.raises(InvalidInputError, match="labels"):
+        model(inputs_embeds=embeds, return_log_probs=True)
+
+
+def test_other_outputs_of_the_family_are_kept(make_model: Any, tokens: Tensor) -> None:
+    model = bind(make_model())
+    out = model(tokens, return_log_probs=True, output_hidden_states=True)
+    assert len(out.hidden_states) == 3
+    assert out.logits is None
+    assert out.loss is None
+    assert out.values is None
+    assert out.past_key_values is None
+    assert model(tokens, return_log_probs=True, use_cache=True).past_key_values.get_seq_length() == 7
+
+
+def test_a_mixture_of_experts_keeps_its_routers_loss(tokens: Tensor) -> None:
+    config = AutoConfig.for_model(
+        "mixtral", vocab_size=101, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    expected = model(tokens, output_router_logits=True)
+    out = bind(model)(tokens, output_router_logits=True, return_log_probs=True)
+    torch.testing.assert_close(out.aux_loss, expected.aux_loss)
+    torch.testing.assert_close(out.router_logits, expected.router_logits)
+    assert isinstance(out, logitless_hf.CausalLMOutputForPPO)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        ({"return_dict": False}, InvalidInputError, ["return_dict", "False"]),
+        ({"logits_to_keep": 2}, InvalidInputError, ["logits_to_keep", "leave it out"]),
+        ({"loss_fn": lambda scores, index: scores.log_probs}, UnsupportedError, ["loss_fn"]),
+        ({"labels": torch.zeros(3, 6, dtype=torch.long)}, InvalidInputError, ["labels", "(3, 6)", "(3, 7)"]),
+        ({"shift_labels": torch.zeros(21, dtype=torch.long)}, InvalidInputError, ["shift_labels", "(21,)", "(3, 7)"]),
+        ({"shift_labels": torch.full((3, 7), 101)}, InvalidInputError, ["labels", "101", "100"]),
+        ({"labels": [1, 2]}, InvalidInputError, ["labels", "list"]),
+        ({"attention_mask": torch.ones(3, 1, 7, 7)}, InvalidInputError, ["attention_mask", "shift_labels"]),
+        ({"position_ids": torch.zeros(3, 3, 7)}, InvalidInputError, ["position_ids", "shift_labels"]),
+        ({"temperature": 0.0}, InvalidInputError, ["temperature", "0.0", "positive"]),
+        ({"temperature": float("nan")}, InvalidInputError, ["temperature", "nan"]),
+        ({"keep_bytes": -1}, InvalidInputError, ["keep_bytes", "-1"]),
+        ({"input_ids": torch.zeros(3, 7, dtype=torch.long)}, InvalidInputError, ["input_ids", "twice|both"]),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_a_bad_call_says_what_was_got_and_expected(
+    call: dict[str, Any], error: type[Exception], words: list[str], make_model: Any, tokens: Tensor
+) -> None:
+    model = bind(make_model())
+    with pytest.raises(error) as caught:
+        model(tokens, return_log_probs=True, **call)
+    for word in words:
+        assert any(part in str(caught.value) for part in word.split("|")), str(caught.value)
+    assert model.lm_head is model.get_output_embeddings()  # the head is back in its slot
+    assert model(tokens).logits.shape == (3, 7, 101)
+
+
+def test_an_unknown_backend_is_refused_at_bind_and_leaves_no_trace(make_model: Any) -> None:
+    model = make_model()
+    cls = type(model)
+    with pytest.raises(NotFoundError, match="nosuch"):
+        bind(model, backend="nosuch")
+    assert type(model) is cls
+
+
+def test_an_error_in_the_trunk_puts_the_head_back(make_model: Any, tokens: Tensor) -> None:
+    model = bind(make_model())
+    head = model.lm_head
+    with pytest.raises((IndexError, RuntimeError)):
+        model(torch.full_like(tokens, 1000), return_log_probs=True)
+    assert model.lm_head is head
