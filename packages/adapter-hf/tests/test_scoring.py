@@ -14,10 +14,14 @@ from logitless.errors import InvalidInputError, NotFoundError, UnsupportedError
 from logitless_hf import bind
 
 
-def test_values_and_every_gradient_equal_the_models_own(family: str, make_model: Any, tokens: Tensor, check: Any) -> None:
-    model = make_model(family)
+@pytest.mark.parametrize(("dtype", "left", "rtol"), [(torch.float64, 0, 1e-9), (torch.float32, 2, 1e-5)])
+def test_values_and_every_gradient_equal_the_models_own(
+    dtype: torch.dtype, left: int, rtol: float, family: str, make_model: Any, tokens: Tensor, check: Any
+) -> None:
+    """Padded left in float32 only: in float64 Gemma2's own logits of such a batch are NaN."""
+    model = make_model(family, dtype)
     mask = torch.ones_like(tokens)
-    mask[0, :2] = 0  # padded left
+    mask[0, :left] = 0
     mask[1, 5:] = 0  # padded right
     targets = torch.where((mask[:, 1:] & mask[:, :-1]).bool(), tokens[:, 1:], -100)
     targets = torch.nn.functional.pad(targets, (0, 1), value=-100)
@@ -26,9 +30,9 @@ def test_values_and_every_gradient_equal_the_models_own(family: str, make_model:
 
     out = bind(model)(tokens, attention_mask=mask, return_log_probs=True, temperature=0.7)
 
-    torch.testing.assert_close(out.log_probs, expected[0], rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(out.entropy, expected[1], rtol=1e-9, atol=1e-9)
-    check.gradients_equal(check.gradients(model, (out.log_probs, out.entropy)), expected_gradients, rtol=1e-5)
+    torch.testing.assert_close(out.log_probs, expected[0], rtol=rtol, atol=rtol)
+    torch.testing.assert_close(out.entropy, expected[1], rtol=rtol, atol=rtol)
+    check.gradients_equal(check.gradients(model, (out.log_probs, out.entropy)), expected_gradients, rtol=1e-4 if left else 1e-6)
 
 
 def test_a_missed_transform_would_show(make_model: Any, tokens: Tensor, check: Any) -> None:
@@ -38,8 +42,8 @@ def test_a_missed_transform_would_show(make_model: Any, tokens: Tensor, check: A
         with torch.no_grad():
             hidden = model.model(tokens)[0]
             plain = (hidden @ model.lm_head.weight.T).log_softmax(-1)
-        targets = check.shift(tokens)
-        got = check.own_scores(model, targets, input_ids=tokens)[0]
+            targets = check.shift(tokens)
+            got = check.own_scores(model, targets, input_ids=tokens)[0]
         plain_scores = plain.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
         assert float((plain_scores - got)[:, :-1].abs().max()) > 0.1, family
 

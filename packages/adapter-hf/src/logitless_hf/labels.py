@@ -19,13 +19,15 @@ IGNORE_INDEX = -100
 BY_HAND = "pass shift_labels, the token that each position predicts"
 
 
+def _no_borders(name: str, value: Any, expected: object) -> InvalidInputError:
+    got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__qualname__}"
+    return InvalidInputError(f"{name}: got {got}, which tells no borders of sequences; expected {expected}; {BY_HAND}")
+
+
 def _same_by_mask(mask: Any, shape: tuple[int, int]) -> Tensor:
     """[B, S-1], whether t and t+1 are both attended to."""
     if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.shape[0] != shape[0] or mask.shape[1] < shape[1]:
-        got = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"a {type(mask).__qualname__}"
-        raise InvalidInputError(
-            f"attention_mask: got {got}, which tells no borders of sequences; expected {shape}; {BY_HAND}"
-        )
+        raise _no_borders("attention_mask", mask, shape)
     live = mask[:, mask.shape[1] - shape[1] :]  # with a cache, the mask also covers what is in it
     return (live[:, :-1] != 0) & (live[:, 1:] == live[:, :-1])
 
@@ -38,17 +40,14 @@ def _same_by_position(position_ids: Any, shape: tuple[int, int]) -> Tensor:
     if isinstance(ids, Tensor) and ids.ndim == 1:
         ids = ids.unsqueeze(0)
     if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.shape[0] not in (1, shape[0]) or ids.shape[1] != shape[1]:
-        got = f"shape {tuple(position_ids.shape)}" if isinstance(position_ids, Tensor) else repr(type(position_ids))
-        raise InvalidInputError(
-            f"position_ids: got {got}, which tells no borders of sequences; expected {shape}; {BY_HAND}"
-        )
+        raise _no_borders("position_ids", position_ids, shape)
     return ids[:, 1:] > ids[:, :-1]
 
 
 def _same_by_lengths(cu_seq_lens: Any, shape: tuple[int, int]) -> Tensor:
     """[B, S-1], whether t and t+1 lie in the same sequence; what lies beyond the last one is in none."""
     if not isinstance(cu_seq_lens, Tensor) or cu_seq_lens.ndim != 1 or cu_seq_lens.numel() < 1:
-        raise InvalidInputError(f"cu_seq_lens: got {cu_seq_lens!r}, expected a 1-D tensor of borders; {BY_HAND}")
+        raise _no_borders("cu_seq_lens", cu_seq_lens, "a 1-D tensor")
     at = torch.arange(shape[0] * shape[1], device=cu_seq_lens.device)
     sequence = torch.searchsorted(cu_seq_lens.to(at.dtype), at, right=True).view(shape)
     inside = (at < cu_seq_lens[-1]).view(shape)
@@ -68,8 +67,7 @@ def next_token_labels(tokens: Tensor, call: Mapping[str, Any]) -> Tensor:
         InvalidInputError: the borders cannot be told.
     """
     if not isinstance(tokens, Tensor) or tokens.ndim != 2:
-        got = f"shape {tuple(tokens.shape)}" if isinstance(tokens, Tensor) else f"a {type(tokens).__qualname__}"
-        raise InvalidInputError(f"labels: got {got}, expected [batch, sequence]; {BY_HAND}")
+        raise _no_borders("labels", tokens, "[batch, sequence]")
     shape = (tokens.shape[0], tokens.shape[1])
     shifted = torch.full_like(tokens, IGNORE_INDEX, dtype=torch.int64)
     if shape[1] < 2:

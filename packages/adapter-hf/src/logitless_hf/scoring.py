@@ -134,6 +134,12 @@ def _targets(options: Options, call: Mapping[str, Any]) -> Tensor:
     return next_token_labels(tokens, call)
 
 
+def _stand_in_call(model: nn.Module, call: Mapping[str, Any]) -> dict[str, Any]:
+    """A call for one token in place of none: families reshape by what is there, and every rank must run its trunk."""
+    rest = {name: value for name, value in call.items() if not isinstance(value, Tensor)}
+    return {**rest, "input_ids": probe_tokens(model)[:1, :1]}
+
+
 def scored_forward(
     model: nn.Module,
     forward: Callable[..., Any],
@@ -154,7 +160,12 @@ def scored_forward(
         raise UnsupportedError("loss_fn: not served yet; compute the loss from log_probs and entropy")
     _prepare(model, forward, call)
     targets = _targets(options, call)
+    empty = targets.numel() == 0
+    if empty:
+        call = _stand_in_call(model, call)
     output, hidden, head = capture(model, lambda: forward(model, **call))
+    if empty:  # what the family returned is of the stand-in token
+        output, hidden = CausalLMOutputForPPO(), hidden.flatten(0, -2)[:0].view(*targets.shape, hidden.shape[-1])
     if targets.shape != hidden.shape[:-1]:
         name = "labels" if options.shift_labels is None else "shift_labels"
         raise InvalidInputError(
