@@ -12,11 +12,14 @@ def test_every_sequence_is_in_one_batch_within_the_budget(lengths: list[int], bu
     batches = plan(lengths, budget)
     assert sorted(index for batch in batches for index in batch) == list(range(len(lengths)))
     for batch in batches:
-        assert len(batch) == 1 or max(lengths[index] for index in batch) * len(batch) <= budget
+        padded = max(lengths[index] for index in batch) * len(batch)
+        assert len(batch) == 1 or padded <= budget
+        assert sum(lengths[index] for index in batch) >= 0.75 * padded
 
 
 def test_batches_are_filled_with_neighbours_in_length() -> None:
     assert plan([3, 9, 4, 10, 3], 20) == [[3, 1], [2, 0, 4]]
+    assert plan([3, 9, 4, 10, 3], 1000) == [[3, 1, 2], [0, 4]]  # 23 tokens of 30, then 6 of 6
     assert plan([30, 5, 5], 10) == [[0], [1, 2]]  # longer than the budget: alone
     assert plan([], 10) == []
 

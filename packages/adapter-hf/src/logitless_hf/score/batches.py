@@ -35,17 +35,22 @@ class Batch:
 
 
 def plan(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Indices of `lengths` by batch, so that longest · count <= `max_tokens` in each.
+    """Indices of `lengths` by batch: longest · count <= `max_tokens` in each, and no more than a quarter is padding.
 
     The longest come first, so that a batch that does not fit in memory fails at once. One that is longer than the
-    budget goes alone.
+    budget goes alone. Without the second rule a part of mixed lengths would mostly be padding, which a model computes
+    like any token.
     """
     batches: list[list[int]] = []
+    longest = total = 0
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        if batches and lengths[batches[-1][0]] * (len(batches[-1]) + 1) <= max_tokens:
+        padded = longest * (len(batches[-1]) + 1) if batches else 0
+        if batches and padded <= max_tokens and 4 * (total + lengths[index]) >= 3 * padded:
             batches[-1].append(index)
+            total += lengths[index]
         else:
             batches.append([index])
+            longest = total = lengths[index]
     return batches
 
 
