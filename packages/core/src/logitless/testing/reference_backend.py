@@ -1,0 +1,159 @@
+"""A backend with full logits and closed-form gradients, and a way to install a backend for a while.
+
+With it core's ops, autograd, compaction and compilation are tested without any plugin; it is also the shortest
+example of the `Backend` protocol.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from logitless import _registry
+from logitless.head import LMHead
+from logitless.reference import head_logits, linear_log_probs
+from logitless.types import PROTOCOL, Backend, Forwarded, Gradients, Needs, Problem, Request
+
+__all__ = ["ReferenceBackend", "installed"]
+
+
+def _live(problem: Problem, tensor: Tensor) -> Tensor:
+    """A token-shaped input at the live tokens, 0 at the dead ones."""
+    if problem.live is not None:
+        return tensor[problem.live]
+    if problem.dead is not None and tensor.is_floating_point():
+        return tensor.masked_fill(problem.dead.view(-1, *(1 for _ in tensor.shape[1:])), 0)
+    return tensor
+
+
+def _inputs(problem: Problem) -> tuple[Tensor, LMHead, Tensor, Tensor | float]:
+    head = LMHead(
+        problem.weight, problem.bias, scale=problem.scale, softcap=problem.softcap, vocab_size=problem.vocab_size
+    )
+    if problem.lora_u is not None and problem.lora_b is not None:
+        head = replace(head, lora=((_live(problem, problem.lora_u), problem.lora_b),))
+    temperature = problem.temperature
+    if isinstance(temperature, Tensor) and problem.live is not None:
+        temperature = temperature[problem.live]
+    return _live(problem, problem.hidden), head, _live(problem, problem.labels), temperature
+
+
+class ReferenceBackend:
+    """`logitless.reference` behind the `Backend` protocol; holds the logits in full."""
+
+    name = "reference"
+    priority = -100  # never chosen where another can serve
+    protocol = PROTOCOL
+
+    def supports(self, request: Request) -> str | None:
+        """None: every request can be served."""
+        return None
+
+    def kept_shape(self, request: Request, keep_bytes: int) -> tuple[int, ...]:
+        """Nothing is kept."""
+        return (0,)
+
+    def forward(self, problem: Problem, *, entropy: bool, kept_shape: tuple[int, ...]) -> Forwarded:
+        """Scores of the live tokens."""
+        hidden, head, labels, temperature = _inputs(problem)
+        out = linear_log_probs(hidden, head, labels, temperature=temperature, ignore_index=-1)
+        kept = hidden.new_zeros(kept_shape, dtype=torch.uint8)
+        return Forwarded(out.log_probs, out.entropy if entropy else None, out.log_probs.new_zeros(3, len(labels)), kept)
+
+    def backward(
+        self,
+        problem: Problem,
+        stats: Tensor,
+        kept: Tensor,
+        grad_log_probs: Tensor,
+        grad_entropy: Tensor | None,
+        needs: Needs,
+        grad_buffer: Tensor | None,
+    ) -> Gradients:
+        """dz = g·(onehot − p) − e·p·(log p + H), through 1/T, the softcap and the scale, and dz's products."""
+        hidden, head, labels, temperature = _inputs(problem)
+        z = head_logits(hidden, head, temperature)
+        log_p = z.log_softmax(-1)
+        p, log_p = log_p.exp(), log_p.masked_fill(z.isinf(), 0.0)
+        dz = grad_log_probs.unsqueeze(1) * (torch.nn.functional.one_hot(labels, z.shape[1]) - p)
+        if grad_entropy is not None:
+            entropy = -(p * log_p).sum(1, keepdim=True)
+            dz = dz - grad_entropy.unsqueeze(1) * p * (log_p + entropy)
+        per_token = temperature.unsqueeze(1) if isinstance(temperature, Tensor) else temperature
+        if head.softcap is not None:
+            dz = dz * (1.0 - (z.masked_fill(z.isinf(), 0.0) * per_token / head.softcap).square())
+        dz = dz / per_token * head.scale
+        return _products(problem, dz, hidden, head, needs, grad_buffer)
+
+
+def _products(
+    problem: Problem, dz: Tensor, hidden: Tensor, head: LMHead, needs: Needs, grad_buffer: Tensor | None
+) -> Gradients:
+    def spread(grad: Tensor, like: Tensor) -> Tensor:
+        if problem.live is None:
+            return grad.to(like.dtype)
+        zeros = torch.zeros_like(like, memory_format=torch.contiguous_format)
+        return zeros.index_copy_(0, problem.live, grad.to(like.dtype))
+
+    found: dict[str, Tensor] = {}
+    if needs.hidden:
+        found["hidden"] = spread(dz @ head.weight.to(dz.dtype), problem.hidden)
+    if needs.weight:
+        d_weight = dz.T @ hidden.to(dz.dtype)
+        if grad_buffer is None:
+            found["weight"] = d_weight.to(head.weight.dtype)
+        else:
+            grad_buffer.add_(d_weight)
+    if needs.bias and head.bias is not None:
+        found["bias"] = dz.sum(0).to(head.bias.dtype)
+    for u, b in head.lora:
+        if needs.lora_u and problem.lora_u is not None:
+            found["lora_u"] = spread(dz @ b.to(dz.dtype), problem.lora_u)
+        if needs.lora_b:
+            found["lora_b"] = (dz.T @ u.to(dz.dtype)).to(b.dtype)
+    return Gradients(**found)
+
+
+@dataclass(frozen=True)
+class _Installed:
+    """As much of an entry point as the registry reads."""
+
+    name: str
+    plugin: Any
+    dist: None = None
+
+    def load(self) -> Any:
+        return self.plugin
+
+
+@contextmanager
+def installed(*plugins: Backend, alone: bool = False) -> Iterator[None]:
+    """Within the block the registry also finds these backends, as if their distributions were installed.
+
+    Args:
+        plugins: objects, or classes that take no argument.
+        alone: hide the backends that are really installed.
+    """
+    found = importlib.metadata.entry_points
+
+    def entry_points(*, group: str) -> list[Any]:
+        if group != _registry.BACKENDS:
+            return list(found(group=group))
+        return [*(() if alone else found(group=group)), *(_Installed(plugin.name, plugin) for plugin in plugins)]
+
+    caches = (_registry._entries, _registry._attempt)
+    try:
+        with mock.patch.object(_registry, "entry_points", entry_points):
+            for cache in caches:
+                cache.cache_clear()
+            yield
+    finally:
+        for cache in caches:
+            cache.cache_clear()
