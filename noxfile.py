@@ -21,8 +21,10 @@ nox.options.error_on_external_run = True
 ROOT = Path(__file__).parent
 # Named in every `pip install` that brings a package of ours: given only their range, pip takes the newest.
 TORCH = os.environ.get("LOGITLESS_TORCH", "torch==2.13.0")
-# No test may reach for a model hub.
-ENV = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+# To compile all of torch takes most of an install, and the first import compiles what it needs: if it may write it.
+NO_COMPILE = "--no-compile"
+# And no test may reach for a model hub.
+ENV = {"PYTHONDONTWRITEBYTECODE": None, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 FOLDERS = {
     "core": "packages/core",
@@ -45,7 +47,7 @@ TRANSFORMERS = {"4.56": "transformers==4.56.*", "5.3": "transformers==5.3.*", "5
 
 def install(session: nox.Session, names: list[str], *more: str, tests_of: str | None = None) -> None:
     """Installs packages of ours editable, in one command so that they resolve against each other."""
-    wanted = [TORCH, *more]
+    wanted = [NO_COMPILE, TORCH, *more]
     for name in names:
         wanted += ["-e", FOLDERS[name] + EXTRAS.get(name, "")]
     if tests_of:
@@ -77,7 +79,7 @@ def isolation(session: nox.Session) -> None:
         session.run("python", "-m", "venv", "--clear", str(venvs / name), silent=True)
         python = venvs / name / ("Scripts" if os.name == "nt" else "bin") / "python"
         wheels = [f"./{path}" for path in dict.fromkeys([FOLDERS["core"], folder])]
-        session.run(str(python), "-m", "pip", "install", "-qq", TORCH, *wheels, external=True)
+        session.run(str(python), "-m", "pip", "install", "-qq", NO_COMPILE, TORCH, *wheels, external=True)
     session.run("pytest", "tests/isolation", *session.posargs, env={**ENV, "LOGITLESS_VENVS": str(venvs)})
     shutil.rmtree(venvs)
 
@@ -131,7 +133,7 @@ def compat(session: nox.Session, transformers: str) -> None:
 def demo(session: nox.Session) -> None:
     """Scores a real file with a small real model, checks it, and trains a few steps."""
     install(session, ["core", "torch", "hf"], "gguf")
-    session.run("python", "examples/demo.py", *session.posargs)
+    session.run("python", "examples/demo.py", *session.posargs, env={"PYTHONDONTWRITEBYTECODE": None})
 
 
 @nox.session(default=False)
