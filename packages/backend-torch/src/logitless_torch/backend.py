@@ -7,6 +7,7 @@ import torch
 from logitless.types import Request
 from logitless_torch.backward import backward
 from logitless_torch.forward import forward
+from logitless_torch.policy import policy_loss
 
 __all__ = ["TorchBackend"]
 
@@ -29,3 +30,4 @@ class TorchBackend:
 
     forward = staticmethod(forward)
     backward = staticmethod(backward)
+    policy_loss = staticmethod(policy_loss)

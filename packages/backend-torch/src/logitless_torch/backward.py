@@ -12,11 +12,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from logitless.collectives import all_reduce
 from logitless.types import Gradients, Needs, Problem
-from logitless_torch.forward import FLOOR, kept_tile
+from logitless_torch.forward import FLOOR, KeptTiles, label_columns
 from logitless_torch.tiles import Columns, Rows, TilePlan, matmul
 
-__all__ = ["backward"]
+__all__ = ["Grads", "Sums", "backward", "backward_pass"]
+
+Grads = tuple[Tensor, Tensor | None]
+"""Upstream gradients of log_prob [m] and entropy [m]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,77 +35,112 @@ class Upstream:
 
 
 def _upstream(
-    problem: Problem, rows: Rows, stats: Tensor, grad_log_probs: Tensor, grad_entropy: Tensor | None
+    plan: TilePlan, rows: Rows, span: slice, stats: Tensor, grads: Grads, dz_scale: Tensor | None
 ) -> Upstream:
     """A block's entries, with 1/T and the scale folded into the gradients, so that dz is with respect to h·W."""
-    span = slice(rows.start, rows.stop)
     normalizer, log_sum, entropy = stats[:, span].unsqueeze(-1)
-    factor = rows.inverse_temperature * problem.scale
-    g = grad_log_probs[span].unsqueeze(1) * factor
-    e = None if grad_entropy is None else grad_entropy[span].unsqueeze(1) * factor
+    factor = rows.inverse_temperature * plan.problem.scale
+    if dz_scale is not None:
+        factor = dz_scale * factor
+    g = grads[0][span].unsqueeze(1) * factor
+    e = None if grads[1] is None else grads[1][span].unsqueeze(1) * factor
     return Upstream(normalizer, log_sum, entropy, g, e)
 
 
 def _dz(plan: TilePlan, rows: Rows, columns: Columns, z_RC: Tensor, up: Upstream) -> Tensor:
     """dz of one tile, in the accumulation dtype; leaves z as it was."""
-    problem, cap = plan.problem, plan.problem.softcap
     d_RC, p_RC = plan.scratch(1, rows, columns), plan.scratch(2, rows, columns)
     torch.sub(z_RC, up.normalizer, out=d_RC).sub_(up.log_sum).clamp_(min=FLOOR)
     torch.exp(d_RC, out=p_RC)
-
-    local_R1 = (rows.label_R - problem.vocab_start - columns.start).unsqueeze(1)
-    inside_R1 = (local_R1 >= 0) & (local_R1 < z_RC.shape[1])
-    local_R1 = local_R1.clamp_(0, z_RC.shape[1] - 1)
-    own_R1 = up.grad_log_prob * d_RC.gather(1, local_R1).expm1_().neg_()
-
+    local_R1, inside_R1 = label_columns(plan, rows, columns)
+    others_R1 = -p_RC.gather(1, local_R1)
+    label_R1 = torch.where(inside_R1, -d_RC.gather(1, local_R1).expm1(), others_R1) * up.grad_log_prob
     if up.grad_entropy is None:
-        own_R1 = torch.where(inside_R1, own_R1, -up.grad_log_prob * p_RC.gather(1, local_R1))
         dz_RC = p_RC.mul_(-up.grad_log_prob)
     else:
         slope_RC = d_RC.add_(up.entropy).mul_(up.grad_entropy)
-        slope_R1 = slope_RC.gather(1, local_R1) * p_RC.gather(1, local_R1)
-        own_R1 = torch.where(inside_R1, own_R1, -up.grad_log_prob * p_RC.gather(1, local_R1)) - slope_R1
+        label_R1 += slope_RC.gather(1, local_R1) * others_R1
         dz_RC = p_RC.mul_(slope_RC.add_(up.grad_log_prob).neg_())
-    dz_RC.scatter_(1, local_R1, own_R1)
+    dz_RC.scatter_(1, local_R1, label_R1)
+    cap = plan.problem.softcap
     if cap is not None:
         tanh_RC = torch.div(z_RC, rows.inverse_temperature, out=d_RC).div_(cap)
         dz_RC.mul_(tanh_RC.square_().neg_().add_(1.0))
     return dz_RC
 
 
-class _Sums:
-    """The gradients that are needed, summed in the accumulation dtype."""
+def _fp16_scale(problem: Problem, tokens: range, grads: Grads) -> Tensor:
+    """The power of two that brings the largest dz near 2^8: small ones survive fp16, large ones fit."""
+    factor: Tensor | float = problem.scale
+    if isinstance(problem.temperature, Tensor):
+        live = problem.temperature if problem.live is None else problem.temperature[problem.live]
+        factor = factor / live[tokens.start : tokens.stop]
+    else:
+        factor = factor / problem.temperature
+    largest = torch.stack([(grad * factor).abs().amax() for grad in grads if grad is not None]).amax()
+    exponent = 8.0 - largest.clamp(min=1e-30).log2().ceil()
+    return exponent.clamp(-60.0, 60.0).exp2()
 
-    def __init__(self, plan: TilePlan, needs: Needs, grad_buffer: Tensor | None) -> None:
-        p = plan.problem
 
-        def zeros(needed: bool, *shape: int) -> Tensor | None:
-            return p.hidden.new_zeros(shape, dtype=plan.dtype) if needed else None
+class Sums:
+    """The gradients that are needed, summed in the accumulation dtype over any number of passes.
 
-        self.hidden = zeros(needs.hidden, plan.n, p.hidden.shape[1])
-        self.bias = zeros(needs.bias, p.weight.shape[0])
-        self.lora_u = zeros(needs.lora_u, plan.n, 0 if p.lora_u is None else p.lora_u.shape[1])
-        self.lora_b = zeros(needs.lora_b, p.weight.shape[0], 0 if p.lora_b is None else p.lora_b.shape[1])
-        self.weight = None
-        if needs.weight:
-            self.weight = (
-                torch.zeros_like(p.weight, memory_format=torch.contiguous_format)
-                if grad_buffer is None
-                else grad_buffer
-            )
-        self.plan = plan
+    d_weight is summed where it will stand if the dtype allows; else, `by_tile`, in a tile that is rounded when its
+    block of columns is done (right when one pass covers all tokens), or in one buffer that is rounded at the end.
+    """
+
+    def __init__(self, plan: TilePlan, needs: Needs, grad_buffer: Tensor | None, *, by_tile: bool) -> None:
+        p, self.plan, self.grad_buffer = plan.problem, plan, grad_buffer
+
+        def zeros(needed: bool, like: Tensor | None, rows: int | None = None) -> Tensor | None:
+            if not needed or like is None:
+                return None
+            return like.new_zeros((like.shape[0] if rows is None else rows, *like.shape[1:]), dtype=plan.dtype)
+
+        self.hidden = zeros(needs.hidden, p.hidden, plan.n)
+        self.bias = zeros(needs.bias, p.bias)
+        self.lora_u = zeros(needs.lora_u, p.lora_u, plan.n)
+        self.lora_b = zeros(needs.lora_b, p.lora_b)
+        self.weight = grad_buffer
+        if needs.weight and grad_buffer is None:
+            dtype = p.weight.dtype if by_tile else plan.dtype
+            self.weight = p.weight.new_zeros(p.weight.shape, dtype=dtype)
         self.tile: Tensor | None = None
+        self.dz_scale: Tensor | None = None  # power of two by which all sums are too large (fp16 operands)
+
+    def begin_pass(self, tokens: range, grads: Grads) -> None:
+        """Take the scale that a pass's upstream gradients ask for; what was summed before follows it."""
+        if self.plan.operand != torch.float16 or not tokens:
+            return
+        scale = _fp16_scale(self.plan.problem, tokens, grads).to(self.plan.dtype)
+        self._multiply(scale if self.dz_scale is None else scale / self.dz_scale)
+        self.dz_scale = scale
+
+    def _multiply(self, factor: Tensor) -> None:
+        for sums in (self.hidden, self.bias, self.lora_u, self.lora_b, self.weight if not self._tiled else None):
+            if sums is not None:
+                sums.mul_(factor)
+
+    @property
+    def _tiled(self) -> bool:
+        """Whether d_weight is summed in a tile first: another dtype, or a caller's buffer that must not be scaled."""
+        if self.weight is None:
+            return False
+        return self.weight.dtype != self.plan.dtype or (
+            self.grad_buffer is not None and self.plan.operand == torch.float16
+        )
 
     def open(self, columns: Columns) -> None:
-        """Before a block of vocab rows: where its d_weight is summed; in place where the dtype allows."""
+        """Before a block of vocab rows."""
         if self.weight is not None:
             place = self.weight[columns.start : columns.stop]
-            self.tile = place if place.dtype == self.plan.dtype else torch.zeros_like(place, dtype=self.plan.dtype)
+            self.tile = torch.zeros_like(place, dtype=self.plan.dtype) if self._tiled else place
 
     def close(self, columns: Columns) -> None:
-        """After it: round the sums once."""
-        if self.weight is not None and self.tile is not None and self.tile.dtype != self.weight.dtype:
-            self.weight[columns.start : columns.stop].add_(self.tile)
+        """After it: round the tile's sums once."""
+        if self.weight is not None and self.tile is not None and self._tiled:
+            tile = self.tile if self.dz_scale is None else self.tile.div_(self.dz_scale)
+            self.weight[columns.start : columns.stop].add_(tile)
 
     def add(self, dz_RC: Tensor, rows: Rows, columns: Columns) -> None:
         """The products of one tile's dz."""
@@ -117,14 +156,47 @@ class _Sums:
         if self.lora_b is not None and rows.lora_u_Rr is not None:
             self.lora_b[columns.start : columns.stop].addmm_(dz_RC.T, rows.lora_u_Rr)
 
+    def finish(self) -> Gradients:
+        """Rounded once to the inputs' dtypes, exactly 0 at tokens that are not live, whole over the ranks."""
+        p = self.plan.problem
+        if self.dz_scale is not None:
+            self._multiply(self.dz_scale.reciprocal())
+        if p.group is not None and p.reduce_hidden_grad:
+            for whole in (self.hidden, self.lora_u):
+                if whole is not None:
+                    all_reduce(whole, p.group)
+        return Gradients(
+            hidden=_spread(self.hidden, p.hidden, p.live),
+            weight=None if self.weight is None or self.grad_buffer is not None else self.weight.to(p.weight.dtype),
+            bias=None if self.bias is None or p.bias is None else self.bias.to(p.bias.dtype),
+            lora_u=_spread(self.lora_u, p.lora_u, p.live),
+            lora_b=None if self.lora_b is None or p.lora_b is None else self.lora_b.to(p.lora_b.dtype),
+        )
+
 
 def _spread(sums: Tensor | None, like: Tensor | None, live: Tensor | None) -> Tensor | None:
-    """[n, ...] sums to [N, ...] gradients in their input's dtype, exactly 0 at tokens that are not live."""
+    """[n, ...] sums to [N, ...] gradients in their input's dtype."""
     if sums is None or like is None:
         return None
     if live is None:
         return sums.to(like.dtype)
-    return torch.zeros_like(like, memory_format=torch.contiguous_format).index_copy_(0, live, sums.to(like.dtype))
+    return like.new_zeros(like.shape).index_copy_(0, live, sums.to(like.dtype))
+
+
+def backward_pass(plan: TilePlan, tokens: range, stats: Tensor, kept: Tensor, grads: Grads, sums: Sums) -> None:
+    """Add a range of m live tokens' gradients to the sums; stats [3, m] and upstream gradients [m] are theirs."""
+    sums.begin_pass(tokens, grads)
+    tiles = KeptTiles(plan, kept)
+    for columns in plan.each_columns():
+        sums.open(columns)
+        for rows in plan.each_rows(tokens):
+            z_RC, is_kept = tiles.next(rows, columns)
+            if not is_kept:
+                plan.logits(rows, columns, z_RC)
+            span = slice(rows.start - tokens.start, rows.stop - tokens.start)
+            up = _upstream(plan, rows, span, stats, grads, sums.dz_scale)
+            sums.add(_dz(plan, rows, columns, z_RC, up), rows, columns)
+        sums.close(columns)
 
 
 def backward(
@@ -138,23 +210,6 @@ def backward(
 ) -> Gradients:
     """Gradients for upstream [n] gradients; the products of those that nobody needs are not run."""
     plan = TilePlan(problem)
-    sums = _Sums(plan, needs, grad_buffer)
-    offset = 0
-    for columns in plan.each_columns():
-        sums.open(columns)
-        for rows in plan.each_rows():
-            tile = kept_tile(plan, kept, offset, rows, columns)
-            if tile is None:
-                tile = plan.scratch(0, rows, columns)
-                plan.logits(rows, columns, tile)
-            offset += tile.numel()
-            up = _upstream(problem, rows, stats, grad_log_probs, grad_entropy)
-            sums.add(_dz(plan, rows, columns, tile, up), rows, columns)
-        sums.close(columns)
-    return Gradients(
-        hidden=_spread(sums.hidden, problem.hidden, problem.live),
-        weight=sums.weight if grad_buffer is None else None,
-        bias=None if sums.bias is None or problem.bias is None else sums.bias.to(problem.bias.dtype),
-        lora_u=_spread(sums.lora_u, problem.lora_u, problem.live),
-        lora_b=None if sums.lora_b is None or problem.lora_b is None else sums.lora_b.to(problem.lora_b.dtype),
-    )
+    sums = Sums(plan, needs, grad_buffer, by_tile=True)
+    backward_pass(plan, plan.whole(), stats, kept, (grad_log_probs, grad_entropy), sums)
+    return sums.finish()

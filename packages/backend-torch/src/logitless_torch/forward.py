@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from logitless.collectives import gather_stacked
 from logitless.types import Forwarded, Problem
 from logitless_torch.tiles import Columns, Rows, TilePlan
 
-__all__ = ["FLOOR", "Statistics", "forward", "kept_tile"]
+__all__ = ["FLOOR", "KeptTiles", "Statistics", "forward", "forward_pass", "label_columns"]
 
 FLOOR = -1e4  # e^FLOOR is 0 in fp32 and fp64, and 0·FLOOR is 0 where 0·(-inf) would be NaN
 
@@ -40,9 +42,8 @@ class Statistics:
             like.new_full((n,), -math.inf, dtype=dtype),
         )
 
-    def rows(self, rows: Rows) -> Statistics:
+    def rows(self, span: slice) -> Statistics:
         """Views of a block's entries."""
-        span = slice(rows.start, rows.stop)
         return Statistics(self.max[span], self.rest[span], self.moment[span], self.label[span])
 
     def total(self) -> Tensor:
@@ -64,6 +65,14 @@ class Statistics:
         self.label.copy_(torch.maximum(self.label, other.label))
         self.max.copy_(top)
 
+    def across(self, group: Any) -> Statistics:
+        """Folded over the ranks that share the vocabulary, in rank order: the same bits on each."""
+        parts = gather_stacked(torch.stack((self.max, self.rest, self.moment, self.label)), group)
+        whole = Statistics(*parts[0])
+        for part in parts[1:]:
+            whole.absorb(Statistics(*part))
+        return whole
+
     def finish(self, vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
         """log_prob, log Σ e^(z−M) and entropy."""
         below = self.label - self.max
@@ -72,45 +81,62 @@ class Statistics:
         return (below - log_sum).clamp(max=0.0) + 0.0, log_sum, entropy
 
 
-def _tile_statistics(z_RC: Tensor, e_RC: Tensor, rows: Rows, columns: Columns, vocab_start: int) -> Statistics:
-    """Statistics of one tile; overwrites z and e."""
-    lowest = torch.finfo(z_RC.dtype).min
-    local_R1 = (rows.label_R - vocab_start - columns.start).unsqueeze(1)
-    inside_R1 = (local_R1 >= 0) & (local_R1 < z_RC.shape[1])
-    local_R1 = local_R1.clamp_(0, z_RC.shape[1] - 1)
+def _tile_statistics(plan: TilePlan, z_RC: Tensor, rows: Rows, columns: Columns) -> Statistics:
+    """Statistics of one tile; leaves z as it was."""
+    d_RC, e_RC = plan.scratch(1, rows, columns), plan.scratch(2, rows, columns)
+    local_R1, inside_R1 = label_columns(plan, rows, columns)
     label_R1 = z_RC.gather(1, local_R1).masked_fill_(~inside_R1, -math.inf)
-    max_R1 = z_RC.amax(1, keepdim=True).clamp_(min=lowest)
-    z_RC.sub_(max_R1).clamp_(min=FLOOR)
-    torch.exp(z_RC, out=e_RC)
-    moment_R = torch.linalg.vecdot(e_RC, z_RC)
+    max_R1 = z_RC.amax(1, keepdim=True).clamp_(min=torch.finfo(z_RC.dtype).min)
+    torch.sub(z_RC, max_R1, out=d_RC).clamp_(min=FLOOR)
+    torch.exp(d_RC, out=e_RC)
+    moment_R = torch.linalg.vecdot(e_RC, d_RC)
     e_RC.scatter_(1, local_R1, e_RC.gather(1, local_R1).masked_fill_(inside_R1, 0.0))
     return Statistics(max_R1.squeeze(1), e_RC.sum(1), moment_R, label_R1.squeeze(1))
 
 
-def kept_tile(plan: TilePlan, kept: Tensor, offset: int, rows: Rows, columns: Columns) -> Tensor | None:
-    """The kept buffer's place for a tile that starts `offset` elements in, or None where it does not fit."""
-    shape = (rows.stop - rows.start, columns.stop - columns.start)
-    stop = offset + shape[0] * shape[1]
-    flat = kept.view(plan.dtype)
-    return flat[offset:stop].view(shape) if stop <= flat.shape[0] else None
+def label_columns(plan: TilePlan, rows: Rows, columns: Columns) -> tuple[Tensor, Tensor]:
+    """[R, 1] each row's label as a column of the tile, clamped into it, and whether it is one of its columns."""
+    width = columns.stop - columns.start
+    local_R1 = (rows.label_R - plan.problem.vocab_start - columns.start).unsqueeze(1)
+    inside_R1 = (local_R1 >= 0) & (local_R1 < width)
+    return local_R1.clamp_(0, width - 1), inside_R1
+
+
+class KeptTiles:
+    """Logits of the leading tiles of a pass, as many as fit a buffer, in the order in which the pass visits them."""
+
+    def __init__(self, plan: TilePlan, buffer: Tensor) -> None:
+        self.plan, self.flat, self.offset = plan, buffer.view(plan.dtype), 0
+
+    def next(self, rows: Rows, columns: Columns) -> tuple[Tensor, bool]:
+        """Where the next tile's logits are, and whether that is in the buffer; else it is a scratch tile."""
+        shape = (rows.stop - rows.start, columns.stop - columns.start)
+        begin, self.offset = self.offset, self.offset + shape[0] * shape[1]
+        if self.offset <= self.flat.shape[0]:
+            return self.flat[begin : self.offset].view(shape), True
+        return self.plan.scratch(0, rows, columns), False
+
+
+def forward_pass(plan: TilePlan, tokens: range, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """log_prob [m], entropy [m] and the backward's statistics [3, m] of a range of m live tokens; fills `kept`."""
+    problem = plan.problem
+    running = Statistics.empty(len(tokens), problem.hidden, plan.dtype)
+    tiles = KeptTiles(plan, kept)
+    for columns in plan.each_columns():
+        for rows in plan.each_rows(tokens):
+            z_RC, _ = tiles.next(rows, columns)
+            plan.logits(rows, columns, z_RC)
+            span = slice(rows.start - tokens.start, rows.stop - tokens.start)
+            running.rows(span).absorb(_tile_statistics(plan, z_RC, rows, columns))
+    if problem.group is not None:
+        running = running.across(problem.group)
+    log_prob, log_sum, entropy = running.finish(problem.vocab_size)
+    return log_prob, entropy, torch.stack((running.max, log_sum, entropy))
 
 
 def forward(problem: Problem, *, entropy: bool, kept_shape: tuple[int, ...]) -> Forwarded:
     """Scores of the live tokens; keeps the logits of as many leading tiles as fit in `kept_shape`."""
     plan = TilePlan(problem)
     kept = problem.hidden.new_zeros(kept_shape, dtype=torch.uint8)
-    running = Statistics.empty(plan.n, problem.hidden, plan.dtype)
-    offset = 0
-    for columns in plan.each_columns():
-        for rows in plan.each_rows():
-            z_RC = plan.scratch(0, rows, columns)
-            plan.logits(rows, columns, z_RC)
-            tile = kept_tile(plan, kept, offset, rows, columns)
-            offset += z_RC.numel()
-            if tile is not None:
-                tile.copy_(z_RC)
-            e_RC = plan.scratch(1, rows, columns)
-            running.rows(rows).absorb(_tile_statistics(z_RC, e_RC, rows, columns, problem.vocab_start))
-    log_prob, log_sum, entropy_n = running.finish(problem.vocab_size)
-    stats = torch.stack((running.max, log_sum, entropy_n))
+    log_prob, entropy_n, stats = forward_pass(plan, plan.whole(), kept)
     return Forwarded(log_prob, entropy_n if entropy else None, stats, kept)

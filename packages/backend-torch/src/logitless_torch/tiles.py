@@ -20,7 +20,7 @@ from logitless.types import Problem
 __all__ = ["Columns", "Rows", "TilePlan", "accumulation_dtype", "matmul"]
 
 CPU_TILE = (512, 2048)  # 4 MB of fp32: stays in the last-level cache between the passes over it
-GPU_TILE = (4096, 8192)  # large enough to hide the launches of those passes
+GPU_TILE = (2048, 8192)  # large enough to hide the launches of those passes
 
 
 def accumulation_dtype(problem: Problem) -> torch.dtype:
@@ -76,7 +76,8 @@ class TilePlan:
         self.n = problem.labels.shape[0] if problem.live is None else problem.live.shape[0]
         self.operand = operand_dtype(problem)
         rows, columns = GPU_TILE if problem.hidden.is_cuda else CPU_TILE
-        rows, columns = min(rows, max(self.n, 1)), min(columns, max(problem.vocab_valid, 1))
+        # Sized by the whole vocabulary, not this rank's rows: ranks with uneven shards must cut tokens alike.
+        rows, columns = min(rows, max(self.n, 1)), min(columns, problem.vocab_size)
         while self._bytes(rows, columns) > problem.workspace_bytes and (rows > 1 or columns > 1):
             if rows >= columns:
                 rows = (rows + 1) // 2
@@ -86,11 +87,16 @@ class TilePlan:
         self._scratch: dict[int, Tensor] = {}
 
     def _bytes(self, rows: int, columns: int) -> int:
-        """Temporary bytes of a tile, at worst: three scratch tiles, both operands copied, and d_weight's sums."""
-        width = self.dtype.itemsize
-        operand = max(width, self.operand.itemsize)
+        """Temporary bytes of a tile, at worst: three scratch tiles and a narrow dz, both operands copied, d_weight."""
+        width, narrow = self.dtype.itemsize, self.operand.itemsize
         hidden_size = self.problem.hidden.shape[1]
-        return 3 * rows * columns * width + rows * hidden_size * operand + columns * hidden_size * (operand + width)
+        tile = rows * columns * (3 * width + (narrow if narrow < width else 0))
+        return tile + rows * hidden_size * narrow + columns * hidden_size * (narrow + width)
+
+    @property
+    def spare_bytes(self) -> int:
+        """What a tile leaves of `workspace_bytes`."""
+        return max(0, self.problem.workspace_bytes - self._bytes(self.rows, self.columns))
 
     def scratch(self, index: int, rows: Rows, columns: Columns) -> Tensor:
         """A contiguous [R, C] buffer, reused by every tile; its content is whatever the last tile left."""
@@ -98,6 +104,10 @@ class TilePlan:
             self._scratch[index] = self.problem.hidden.new_empty(self.rows * self.columns, dtype=self.dtype)
         shape = (rows.stop - rows.start, columns.stop - columns.start)
         return self._scratch[index][: shape[0] * shape[1]].view(shape)
+
+    def whole(self) -> range:
+        """All live tokens; passes run over a range that begins with a block."""
+        return range(self.n)
 
     def each_columns(self) -> Iterator[Columns]:
         p = self.problem
@@ -111,13 +121,14 @@ class TilePlan:
                 None if p.lora_b is None else p.lora_b[start:stop].to(self.dtype),
             )
 
-    def each_rows(self) -> Iterator[Rows]:
+    def each_rows(self, tokens: range) -> Iterator[Rows]:
+        """The blocks of a range of live tokens."""
         p = self.problem
-        for start in range(0, self.n, self.rows):
-            stop = min(start + self.rows, self.n)
+        for first in range(tokens.start, tokens.stop, self.rows):
+            last = min(first + self.rows, tokens.stop)
 
-            def take(tensor: Tensor, start: int = start, stop: int = stop) -> Tensor:
-                return tensor[start:stop] if p.live is None else tensor.index_select(0, p.live[start:stop])
+            def take(tensor: Tensor, first: int = first, last: int = last) -> Tensor:
+                return tensor[first:last] if p.live is None else tensor.index_select(0, p.live[first:last])
 
             hidden_RD = take(p.hidden).to(self.operand)
             if p.dead is not None:
@@ -130,7 +141,7 @@ class TilePlan:
                 inverse = take(p.temperature).to(self.dtype).reciprocal().unsqueeze(1)
             else:
                 inverse = 1.0 / p.temperature
-            yield Rows(start, stop, hidden_RD, lora_u_Rr, take(p.labels), inverse)
+            yield Rows(first, last, hidden_RD, lora_u_Rr, take(p.labels), inverse)
 
     def logits(self, rows: Rows, columns: Columns, out: Tensor) -> None:
         """The tile's final logits, tempered: `c·tanh(s·(h·W + b + u·B)/c)/T`."""

@@ -6,6 +6,7 @@ from logitless._registry import PluginStatus, adapters, backends, make_forward, 
 from logitless.head import LMHead
 from logitless.linear import linear_log_probs
 from logitless.packing import PackedBatch
+from logitless.policy import linear_policy_loss
 from logitless.types import (
     PROTOCOL,
     Adapter,
@@ -32,6 +33,7 @@ __all__ = [
     "adapters",
     "backends",
     "linear_log_probs",
+    "linear_policy_loss",
     "make_forward",
     "use_backend",
 ]

@@ -1,108 +1,23 @@
 """The opaque custom ops, one a direction, through which every backend runs.
 
-Opaque, so that `torch.compile`, `opcheck`, autograd and activation checkpointing hold for every backend alike; the
-backend travels as a string. All that is saved is token-shaped (a function of N, not of how many tokens are live),
-but for the one buffer whose shape `Backend.kept_shape` gives.
-
-Shape suffixes: N tokens, n live tokens, D hidden size, V vocab rows of this rank, r LoRA rank.
+Opaque, so that `torch.compile`, `opcheck`, autograd and activation checkpointing hold for every backend alike; backend
+and group travel as strings. All that is saved is token-shaped (a function of N, not of how many tokens are live), but
+for the one buffer whose shape `Backend.kept_shape` gives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from logitless._registry import BACKENDS, load
-from logitless._validate import check_values
+from logitless._call import Call, plain_arithmetic, spread
 from logitless.errors import UnsupportedError
-from logitless.types import Backend, Gradients, Needs, Problem, Request
+from logitless.types import Gradients, Needs
 
-__all__ = ["Call", "linear_log_probs_op"]
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """What both ops take, in the order of their schemas."""
-
-    hidden: Tensor  # [N, D]
-    weight: Tensor  # [V, D]
-    bias: Tensor | None  # [V]
-    lora_u: Tensor | None  # [N, r]
-    lora_b: Tensor | None  # [V, r]
-    labels: Tensor  # [N] int64
-    temperature: Tensor | None  # [N]; None: temperature_value
-    temperature_value: float
-    scale: float
-    softcap: float | None
-    vocab_start: int
-    vocab_size: int
-    ignore_index: int
-    workspace_bytes: int
-    validate: bool
-    backend: str
-
-    @property
-    def differentiable(self) -> tuple[Tensor | None, ...]:
-        return (self.hidden, self.weight, self.bias, self.lora_u, self.lora_b)
-
-    @property
-    def plugin(self) -> Backend:
-        backend: Backend = load(BACKENDS, self.backend)
-        return backend
-
-    @property
-    def accumulation_dtype(self) -> torch.dtype:
-        return torch.promote_types(torch.promote_types(self.hidden.dtype, self.weight.dtype), torch.float32)
-
-    def request(self, entropy: bool) -> Request:
-        return Request(
-            device=self.hidden.device,
-            hidden_dtype=self.hidden.dtype,
-            weight_dtype=self.weight.dtype,
-            n_tokens=self.hidden.shape[0],
-            hidden_size=self.hidden.shape[1],
-            vocab_rows=self.weight.shape[0],
-            bias=self.bias is not None,
-            softcap=self.softcap is not None,
-            lora_rank=0 if self.lora_b is None else self.lora_b.shape[1],
-            per_token_temperature=self.temperature is not None,
-            entropy=entropy,
-            workspace_bytes=self.workspace_bytes,
-            validate=self.validate,
-        )
-
-    def kept_shape(self, entropy: bool, keep_bytes: int) -> tuple[int, ...]:
-        return self.plugin.kept_shape(self.request(entropy), keep_bytes) if keep_bytes else (0,)
-
-    def problem(self, order: Tensor, live_count: int) -> Problem:
-        return Problem(
-            hidden=self.hidden,
-            weight=self.weight,
-            bias=self.bias,
-            lora_u=self.lora_u,
-            lora_b=self.lora_b,
-            labels=self.labels if self.validate else self.labels.clamp(0, self.vocab_size - 1),
-            temperature=self.temperature_value if self.temperature is None else self.temperature,
-            scale=self.scale,
-            softcap=self.softcap,
-            vocab_start=self.vocab_start,
-            vocab_valid=max(0, min(self.weight.shape[0], self.vocab_size - self.vocab_start)),
-            vocab_size=self.vocab_size,
-            live=order[:live_count] if live_count < self.labels.shape[0] else None,
-            dead=None if self.validate else self.labels == self.ignore_index,
-            workspace_bytes=self.workspace_bytes,
-        )
-
-    def unchecked(self, values: Tensor) -> Tensor:
-        """What `validate=False` promises: exactly 0 where ignored, NaN where the label is no token."""
-        bad = (self.labels < 0) | (self.labels >= self.vocab_size)
-        return values.masked_fill(bad, float("nan")).masked_fill(self.labels == self.ignore_index, 0.0)
-
+__all__ = ["linear_log_probs_op"]
 
 _TYPES = {
     "Tensor": "Tensor",
@@ -117,29 +32,6 @@ _CALL = ", ".join(f"{_TYPES[str(field.type)]} {field.name}" for field in fields(
 _SIZE = len(fields(Call))
 
 
-@contextmanager
-def _plain_arithmetic(device: torch.device) -> Iterator[None]:
-    """Products as the backend wrote them: no autocast of its fp32 sums, no TF32 or bf16 in its fp32 products."""
-    precision = torch.get_float32_matmul_precision()
-    with torch.autocast(device.type, enabled=False):
-        if precision == "highest":
-            yield
-            return
-        torch.set_float32_matmul_precision("highest")
-        try:
-            yield
-        finally:
-            torch.set_float32_matmul_precision(precision)
-
-
-def _spread(values: Tensor, order: Tensor) -> Tensor:
-    """[..., n] of live tokens to [..., N], 0 elsewhere."""
-    n, total = values.shape[-1], order.shape[0]
-    if n == total:
-        return values
-    return values.new_zeros(*values.shape[:-1], total).index_copy_(-1, order[:n], values)
-
-
 @torch.library.custom_op(
     "logitless::linear_log_probs",
     mutates_args=(),
@@ -149,19 +41,13 @@ def _spread(values: Tensor, order: Tensor) -> Tensor:
 def linear_log_probs_op(*args: Any) -> tuple[Tensor, ...]:
     """(log_probs [N], entropy [N] or [0], stats [3, N], order [N], live_count [] on the host, kept)."""
     call, (entropy, keep_bytes, _) = Call(*args[:_SIZE]), args[_SIZE:]
-    n_tokens = call.labels.shape[0]
-    live_count = n_tokens
-    if call.validate:
-        live_count = check_values(call.labels, call.temperature, call.ignore_index, call.vocab_size)
-    if live_count < n_tokens:
-        order = torch.nonzero_static(call.labels != call.ignore_index, size=n_tokens, fill_value=0).squeeze(1)
-    else:
-        order = torch.arange(n_tokens, device=call.labels.device)
+    order, live_count = call.find_live()
     problem = call.problem(order, live_count)
-    with _plain_arithmetic(call.hidden.device):
+    call.agree(live_count, entropy)
+    with plain_arithmetic(call.hidden.device):
         out = call.plugin.forward(problem, entropy=entropy, kept_shape=call.kept_shape(entropy, keep_bytes))
-    log_probs, stats = _spread(out.log_probs, order), _spread(out.stats, order)
-    entropies = log_probs.new_empty(0) if out.entropy is None else _spread(out.entropy, order)
+    log_probs, stats = spread(out.log_probs, order), spread(out.stats, order)
+    entropies = log_probs.new_empty(0) if out.entropy is None else spread(out.entropy, order)
     if not call.validate:
         log_probs, entropies = call.unchecked(log_probs), call.unchecked(entropies) if entropy else entropies
     return log_probs, entropies, stats, order, torch.tensor(live_count), out.kept
@@ -209,7 +95,7 @@ def _gradients(
         stats = stats[:, problem.live]
     grad_log_prob_n, grad_entropy_n = upstream
     assert grad_log_prob_n is not None
-    with _plain_arithmetic(call.hidden.device):
+    with plain_arithmetic(call.hidden.device):
         return call.plugin.backward(
             problem, stats, made.kept, grad_log_prob_n, grad_entropy_n, Needs(*needs), grad_buffer
         )

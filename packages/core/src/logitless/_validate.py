@@ -95,6 +95,7 @@ def check_call(
     ignore_index: int,
     keep_bytes: int,
     workspace_bytes: int,
+    group_size: int,
 ) -> None:
     """Types, dtypes, devices, shapes and numbers of a call; reads no tensor's values."""
     if not isinstance(hidden, Tensor):
@@ -109,6 +110,12 @@ def check_call(
             f"{tuple(hidden.shape)} without its last dimension; labels are already shifted, one for each hidden state"
         )
     _check_head(head, hidden.device, hidden.shape[-1], tuple(labels.shape))
+    if head.vocab_start is not None and group_size == 1 and head.vocab_start != 0:
+        raise InvalidInputError(
+            f"head.vocab_start: got {head.vocab_start} without a tp_group of several ranks; pass it"
+        )
+    if head.vocab_start is not None and group_size > 1 and head.vocab_size is None:
+        raise InvalidInputError("head.vocab_size: got None with vocab_start, expected the rows of all shards together")
     if isinstance(temperature, Tensor):
         _tensor("temperature", temperature, hidden.device, FLOATS + INTEGERS)
         if temperature.ndim:

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from logitless._collectives import gather_own_gradient
 from logitless._segments import Scheme, cumulated, fill_bins, last_tokens, ramp, shard_index, split_bins
+from logitless.collectives import gather_own_gradient
 from logitless.errors import InputTypeError, InvalidInputError
 
 __all__ = ["IGNORE_INDEX", "PackedBatch", "PaddedBatch"]

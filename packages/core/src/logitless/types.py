@@ -21,9 +21,11 @@ __all__ = [
     "Forwarded",
     "Gradients",
     "Needs",
+    "PolicyResult",
     "Problem",
     "Request",
     "TokenLogProbs",
+    "TokenLoss",
 ]
 
 PROTOCOL = 1
@@ -85,6 +87,7 @@ class Request:
     needs_grad: bool = True
     grad_buffer: bool = False
     group_size: int = 1  # ranks that share the vocabulary
+    policy_loss: bool = False  # single pass: forward and backward in one
     workspace_bytes: int = 512 << 20
     validate: bool = True
 
@@ -113,6 +116,8 @@ class Problem:
     live: Tensor | None  # [n] int64
     dead: Tensor | None  # [N] bool
     workspace_bytes: int
+    group: Any = None  # the torch.distributed group whose ranks share the vocabulary
+    reduce_hidden_grad: bool = True  # sum d_hidden and d_lora_u over the group
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +150,23 @@ class Gradients:
     bias: Tensor | None = None
     lora_u: Tensor | None = None
     lora_b: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyResult:
+    """A backend's single pass: scores of the n live tokens, and the gradients of the summed token losses."""
+
+    log_probs: Tensor  # [n]
+    entropy: Tensor | None  # [n]
+    gradients: Gradients
+
+
+class TokenLoss(Protocol):
+    """The caller's loss, as a backend sees it: scores of a range of live tokens in, upstream gradients out."""
+
+    def __call__(self, log_probs: Tensor, entropy: Tensor | None, tokens: range) -> tuple[Tensor, Tensor | None] | None:
+        """Gradients [m] of log_probs and entropy (None: none is wanted), or None if no gradient is to be made."""
+        ...
 
 
 class Backend(Protocol):
@@ -184,6 +206,12 @@ class Backend(Protocol):
         grad_buffer: Tensor | None,
     ) -> Gradients:
         """Gradients for upstream [n] gradients; with `grad_buffer` [V, D] float32, d_weight is added into it."""
+        ...
+
+    def policy_loss(
+        self, problem: Problem, *, entropy: bool, token_loss: TokenLoss, needs: Needs, grad_buffer: Tensor | None
+    ) -> PolicyResult:
+        """Forward, loss and backward over chunks of live tokens; `token_loss` is called once for each, in order."""
         ...
 
 

@@ -1,0 +1,286 @@
+"""One call of the op, checked and flattened: what both directions, and the single pass, start from.
+
+Shape suffixes: N tokens, n live tokens, D hidden size, V vocab rows of this rank, r LoRA rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from logitless._registry import BACKENDS, choose_backend, load, requested_backend
+from logitless._validate import check_call, check_values
+from logitless.collectives import check_agreement, debugging, group_facts, resolve_group
+from logitless.errors import InputTypeError
+from logitless.head import LMHead
+from logitless.types import Backend, Problem, Request
+
+__all__ = ["FIELDS", "Call", "make_call", "plain_arithmetic", "spread"]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What both ops take, in the order of their schemas."""
+
+    hidden: Tensor  # [N, D]
+    weight: Tensor  # [V, D]
+    bias: Tensor | None  # [V]
+    lora_u: Tensor | None  # [N, r]
+    lora_b: Tensor | None  # [V, r]
+    labels: Tensor  # [N] int64
+    temperature: Tensor | None  # [N]; None: temperature_value
+    temperature_value: float
+    scale: float
+    softcap: float | None
+    vocab_start: int
+    vocab_size: int
+    ignore_index: int
+    workspace_bytes: int
+    validate: bool
+    backend: str
+    group: str  # name of the process group that shares the vocabulary; "": none
+    reduce_hidden_grad: bool
+
+    @property
+    def args(self) -> list[Any]:
+        """The fields in order, as the ops take them."""
+        return [getattr(self, name) for name in FIELDS]
+
+    @property
+    def differentiable(self) -> tuple[Tensor | None, ...]:
+        return (self.hidden, self.weight, self.bias, self.lora_u, self.lora_b)
+
+    @property
+    def plugin(self) -> Backend:
+        backend: Backend = load(BACKENDS, self.backend)
+        return backend
+
+    @property
+    def accumulation_dtype(self) -> torch.dtype:
+        return torch.promote_types(torch.promote_types(self.hidden.dtype, self.weight.dtype), torch.float32)
+
+    def request(self, entropy: bool) -> Request:
+        return Request(
+            device=self.hidden.device,
+            hidden_dtype=self.hidden.dtype,
+            weight_dtype=self.weight.dtype,
+            n_tokens=self.hidden.shape[0],
+            hidden_size=self.hidden.shape[1],
+            vocab_rows=self.weight.shape[0],
+            bias=self.bias is not None,
+            softcap=self.softcap is not None,
+            lora_rank=0 if self.lora_b is None else self.lora_b.shape[1],
+            per_token_temperature=self.temperature is not None,
+            entropy=entropy,
+            workspace_bytes=self.workspace_bytes,
+            validate=self.validate,
+            group_size=1 if self.process_group is None else self.process_group.size(),
+        )
+
+    def kept_shape(self, entropy: bool, keep_bytes: int) -> tuple[int, ...]:
+        return self.plugin.kept_shape(self.request(entropy), keep_bytes) if keep_bytes else (0,)
+
+    @property
+    def process_group(self) -> Any:
+        return resolve_group(self.group) if self.group else None
+
+    def problem(self, order: Tensor, live_count: int) -> Problem:
+        dead = None if self.validate else self.labels == self.ignore_index
+        temperature: Tensor | float = self.temperature_value
+        if self.temperature is not None:
+            temperature = self.temperature if dead is None else self.temperature.masked_fill(dead, 1.0)
+        return Problem(
+            hidden=self.hidden,
+            weight=self.weight,
+            bias=self.bias,
+            lora_u=self.lora_u,
+            lora_b=self.lora_b,
+            labels=self.labels if self.validate else self.labels.clamp(0, self.vocab_size - 1),
+            temperature=temperature,
+            scale=self.scale,
+            softcap=self.softcap,
+            vocab_start=self.vocab_start,
+            vocab_valid=max(0, min(self.weight.shape[0], self.vocab_size - self.vocab_start)),
+            vocab_size=self.vocab_size,
+            live=order[:live_count] if live_count < self.labels.shape[0] else None,
+            dead=dead,
+            workspace_bytes=self.workspace_bytes,
+            group=self.process_group,
+            reduce_hidden_grad=self.reduce_hidden_grad,
+        )
+
+    def find_live(self) -> tuple[Tensor, int]:
+        """[N] indices, those of the live tokens first, and how many there are; checks the values on the way."""
+        n_tokens = self.labels.shape[0]
+        if self.validate:
+            count = check_values(self.labels, self.temperature, self.ignore_index, self.vocab_size)
+            if count < n_tokens:
+                live = torch.nonzero_static(self.labels != self.ignore_index, size=n_tokens, fill_value=0)
+                return live.squeeze(1), count
+        return torch.arange(n_tokens, device=self.labels.device), n_tokens
+
+    def agree(self, live_count: int, entropy: bool) -> None:
+        """Under LOGITLESS_DEBUG=1, see that every rank of the group was called alike."""
+        if not self.group or not debugging():
+            return
+        facts = {
+            "labels' shape": tuple(self.labels.shape),
+            "hidden's shape": tuple(self.hidden.shape),
+            "hidden's dtype": self.hidden.dtype,
+            "live labels": live_count,
+            "sum of labels": int(self.labels.sum()),
+            "vocab_size": self.vocab_size,
+            "softcap, scale, temperature": (self.softcap, self.scale, self.temperature_value),
+            "entropy": entropy,
+            "workspace_bytes": self.workspace_bytes,
+        }
+        check_agreement(self.process_group, facts)
+
+    def unchecked(self, values: Tensor, index: Tensor | None = None) -> Tensor:
+        """What `validate=False` promises: exactly 0 where ignored, NaN where the label is no token.
+
+        `values` are those of all tokens, or of the tokens in `index`.
+        """
+        labels = self.labels if index is None else self.labels[index]
+        bad = (labels < 0) | (labels >= self.vocab_size)
+        return values.masked_fill(bad, float("nan")).masked_fill(labels == self.ignore_index, 0.0)
+
+
+FIELDS = tuple(field.name for field in fields(Call))
+
+
+@contextmanager
+def plain_arithmetic(device: torch.device) -> Iterator[None]:
+    """Products as the backend wrote them: no autocast of its fp32 sums, no TF32 or bf16 in its fp32 products."""
+    precision = torch.get_float32_matmul_precision()
+    with torch.autocast(device.type, enabled=False):
+        if precision == "highest":
+            yield
+            return
+        torch.set_float32_matmul_precision("highest")
+        try:
+            yield
+        finally:
+            torch.set_float32_matmul_precision(precision)
+
+
+def spread(values: Tensor, order: Tensor) -> Tensor:
+    """[..., n] of live tokens to [..., N], 0 elsewhere."""
+    n, total = values.shape[-1], order.shape[0]
+    if n == total:
+        return values
+    return values.new_zeros(*values.shape[:-1], total).index_copy_(-1, order[:n], values)
+
+
+def _resolve(requested: str | None, **asked: Any) -> str:
+    requested = requested_backend(requested)
+    chosen = choose_backend(Request(**asked), requested)
+    return requested or chosen.name
+
+
+# A ContextVar, the environment and entry points cannot be traced; while compiling, the choice is made once. This is
+# all that torch.compiler.assume_constant_result does, but for importing torch._dynamo, and with it triton, right here.
+_resolve._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _single_pair(head: LMHead, n_tokens: int) -> tuple[Tensor | None, Tensor | None]:
+    """LoRA pairs as one: `Σ u·Bᵀ` is the product of the concatenated ranks."""
+    if not head.lora:
+        return None, None
+    us = [u.reshape(n_tokens, u.shape[-1]) for u, _ in head.lora]
+    bs = [b for _, b in head.lora]
+    return (us[0], bs[0]) if len(us) == 1 else (torch.cat(us, dim=-1), torch.cat(bs, dim=-1))
+
+
+def _vocab_span(head: LMHead, rank: int, size: int) -> tuple[int, int]:
+    """(vocab_start, vocab_size), with their defaults."""
+    rows = head.weight.shape[0]
+    start = rank * rows if head.vocab_start is None else head.vocab_start
+    return start, rows * size if head.vocab_size is None else head.vocab_size
+
+
+def make_call(
+    hidden: Tensor,
+    head: LMHead | Tensor,
+    labels: Tensor,
+    *,
+    temperature: float | Tensor,
+    entropy: bool,
+    entropy_grad: bool,
+    ignore_index: int,
+    tp_group: Any,
+    reduce_hidden_grad: bool,
+    keep_bytes: int,
+    workspace_bytes: int,
+    validate: bool,
+    backend: str | None,
+    policy_loss: bool = False,
+) -> tuple[Call, bool]:
+    """The checked call on flat tensors, and whether any gradient is wanted; chooses the backend."""
+    if isinstance(head, Tensor):
+        head = LMHead(head)
+    if not isinstance(head, LMHead):
+        raise InputTypeError(f"head: got {type(head).__qualname__}, expected a [V, D] tensor or a logitless.LMHead")
+    rank, size, group = (0, 1, "") if tp_group is None else group_facts(tp_group)
+    check_call(hidden, head, labels, temperature, ignore_index, keep_bytes, workspace_bytes, size)
+    weight, device_type = head.weight, hidden.device.type
+    if torch.is_autocast_enabled(device_type):
+        dtype = torch.get_autocast_dtype(device_type)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+    n_tokens = math.prod(labels.shape)
+    lora_u, lora_b = _single_pair(head, n_tokens)
+    trained = (hidden, weight, head.bias, lora_u, lora_b)
+    needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in trained)
+    tracing = torch.compiler.is_compiling()
+    name = _resolve(
+        backend,
+        n_tokens=0 if tracing else n_tokens,
+        hidden_size=0 if tracing else hidden.shape[-1],
+        vocab_rows=0 if tracing else weight.shape[0],
+        device=hidden.device,
+        hidden_dtype=hidden.dtype,
+        weight_dtype=weight.dtype,
+        bias=head.bias is not None,
+        softcap=head.softcap is not None,
+        lora_rank=0 if tracing or lora_b is None else lora_b.shape[1],
+        per_token_temperature=isinstance(temperature, Tensor),
+        entropy=entropy,
+        entropy_grad=entropy and entropy_grad and needs_grad,
+        needs_grad=needs_grad,
+        grad_buffer=head.grad_buffer is not None,
+        group_size=size,
+        policy_loss=policy_loss,
+        validate=validate,
+    )
+    temperature_N = None
+    if isinstance(temperature, Tensor):
+        wide = torch.promote_types(torch.promote_types(hidden.dtype, weight.dtype), torch.float32)
+        temperature_N = temperature.to(wide).expand(labels.shape).reshape(-1)
+    vocab_start, vocab_size = _vocab_span(head, rank, size)
+    call = Call(
+        hidden=hidden.reshape(n_tokens, hidden.shape[-1]),
+        weight=weight,
+        bias=head.bias,
+        lora_u=lora_u,
+        lora_b=lora_b,
+        labels=labels.reshape(-1).long(),
+        temperature=temperature_N,
+        temperature_value=1.0 if isinstance(temperature, Tensor) else float(temperature),
+        scale=float(head.scale),
+        softcap=None if head.softcap is None else float(head.softcap),
+        vocab_start=vocab_start,
+        vocab_size=vocab_size,
+        ignore_index=ignore_index,
+        workspace_bytes=workspace_bytes,
+        validate=validate,
+        backend=name,
+        group=group,
+        reduce_hidden_grad=reduce_hidden_grad,
+    )
+    return call, needs_grad

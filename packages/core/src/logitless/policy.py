@@ -1,0 +1,239 @@
+"""The op and a policy's loss in a single pass: each chunk's logits are made once, and its gradients with them.
+
+A loss that is known per token needs no second look at the logits: forward, loss and backward run chunk by chunk, for
+6NDV operations in all where two passes with recomputed logits take 8NDV.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from logitless._call import FIELDS, Call, make_call, plain_arithmetic, spread
+from logitless.errors import InputTypeError, InvalidInputError, UnsupportedError
+from logitless.head import LMHead
+from logitless.types import Needs, TokenLogProbs
+
+__all__ = ["LossFn", "linear_policy_loss"]
+
+LossFn = Callable[[TokenLogProbs, Tensor], Tensor]
+"""Scores [m] of one chunk and the indices [m] of its tokens in `labels.flatten()`, to each token's contribution [m]."""
+
+
+def _foreign_leaf(contributions: Tensor, leaves: list[Tensor]) -> bool:
+    """Whether the contributions depend on a tensor that requires grad and is none of the leaves."""
+    seen: set[Any] = set()
+    stack = [contributions.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None and not any(variable is leaf for leaf in leaves):
+            return True
+        stack.extend(parent for parent, _ in node.next_functions)
+    return False
+
+
+class _ChunkLoss:
+    """The caller's `loss_fn` as a backend's `TokenLoss`: checks what it returns and sums the loss."""
+
+    def __init__(self, call: Call, order: Tensor, loss_fn: LossFn, entropy_grad: bool, with_grad: bool) -> None:
+        self.call, self.order, self.loss_fn = call, order, loss_fn
+        self.entropy_grad, self.with_grad = entropy_grad, with_grad
+        self.total = torch.zeros((), dtype=call.accumulation_dtype, device=call.hidden.device)
+
+    def __call__(self, log_probs: Tensor, entropy: Tensor | None, tokens: range) -> tuple[Tensor, Tensor | None] | None:
+        index = self.order[tokens.start : tokens.stop]
+        ignored = None
+        if not self.call.validate:  # nothing was compacted: what the loss says of ignored tokens is dropped
+            ignored = self.call.labels[tokens.start : tokens.stop] == self.call.ignore_index
+            log_probs = self.call.unchecked(log_probs, index)
+            entropy = None if entropy is None else self.call.unchecked(entropy, index)
+        log_prob_leaf = log_probs.detach().requires_grad_(self.with_grad)
+        entropy_leaf = None
+        if entropy is not None:
+            entropy_leaf = entropy.detach().requires_grad_(self.with_grad and self.entropy_grad)
+        with torch.set_grad_enabled(self.with_grad):
+            contributions = self.loss_fn(TokenLogProbs(log_prob_leaf, entropy_leaf), index)
+            self._check(contributions, len(tokens))
+            if ignored is not None:
+                contributions = contributions.masked_fill(ignored, 0.0)
+            loss = contributions.sum(dtype=self.total.dtype)
+        self.total += loss.detach()
+        if not self.with_grad:
+            return None
+        leaves = [leaf for leaf in (log_prob_leaf, entropy_leaf) if leaf is not None and leaf.requires_grad]
+        if _foreign_leaf(contributions, leaves):
+            raise InvalidInputError(
+                "loss_fn: its result depends on another tensor that requires grad, whose gradient would be lost; "
+                "detach that tensor, or use linear_log_probs, whose outputs take part in any graph"
+            )
+        grads: tuple[Tensor | None, ...] = (None,) * len(leaves)
+        if loss.requires_grad:
+            grads = torch.autograd.grad(loss, leaves, allow_unused=True)
+        if ignored is not None:
+            grads = tuple(None if grad is None else grad.masked_fill(ignored, 0.0) for grad in grads)
+        return (
+            torch.zeros_like(log_prob_leaf) if grads[0] is None else grads[0],
+            grads[1] if len(grads) > 1 else None,
+        )
+
+    def _check(self, contributions: Any, count: int) -> None:
+        if not isinstance(contributions, Tensor) or not contributions.is_floating_point():
+            got = contributions.dtype if isinstance(contributions, Tensor) else type(contributions).__qualname__
+            raise InputTypeError(f"loss_fn: returned {got}, expected a float tensor [{count}]")
+        if tuple(contributions.shape) != (count,):
+            raise InvalidInputError(
+                f"loss_fn: returned shape {tuple(contributions.shape)}, expected ({count},), each token's own "
+                f"contribution; the loss is their sum, so divide by the global token count inside"
+            )
+
+
+class _PolicyLoss(Function):
+    @staticmethod
+    def forward(ctx: Any, settings: dict[str, Any], *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        call = Call(*inputs)
+        entropy, grad_buffer, with_grad = settings["entropy"], settings["grad_buffer"], settings["with_grad"]
+        needs = list(ctx.needs_input_grad[1:6]) if with_grad else [False] * 5
+        needs[1] = needs[1] or (with_grad and grad_buffer is not None)
+        order, live_count = call.find_live()
+        call.agree(live_count, entropy)
+        token_loss = _ChunkLoss(call, order, settings["loss_fn"], settings["entropy_grad"], with_grad)
+        with plain_arithmetic(call.hidden.device):
+            out = call.plugin.policy_loss(
+                call.problem(order, live_count),
+                entropy=entropy,
+                token_loss=token_loss,
+                needs=Needs(*needs),
+                grad_buffer=grad_buffer,
+            )
+        log_probs = spread(out.log_probs, order)
+        entropies = log_probs.new_empty(0) if out.entropy is None else spread(out.entropy, order)
+        if not call.validate:
+            log_probs, entropies = call.unchecked(log_probs), call.unchecked(entropies) if entropy else entropies
+        found = out.gradients
+        ctx.gradients = [found.hidden, found.weight, found.bias, found.lora_u, found.lora_b]
+        ctx.buffered = grad_buffer is not None
+        ctx.mark_non_differentiable(log_probs, entropies)
+        return token_loss.total, log_probs, entropies
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        if ctx.gradients is None:
+            raise UnsupportedError(
+                "linear_policy_loss: got a second backward, expected one; its gradients are made in the forward and "
+                "handed over once; call it again"
+            )
+        gradients, ctx.gradients = ctx.gradients, None
+        upstream = grads[0]
+        if ctx.buffered and float(upstream) != 1.0:
+            raise InvalidInputError(
+                f"linear_policy_loss: got an upstream gradient of {float(upstream)} with grad_buffer, expected 1; the "
+                f"buffer was filled in the forward, so scale inside loss_fn"
+            )
+        if upstream.device.type != "cpu" or float(upstream) != 1.0:  # on a GPU, looking would cost a synchronisation
+            for gradient in gradients:
+                if gradient is not None:
+                    gradient.mul_(upstream)
+        return (None, *gradients, *(None,) * (len(FIELDS) - 5))
+
+
+def linear_policy_loss(
+    hidden: Tensor,
+    head: LMHead | Tensor,
+    labels: Tensor,
+    loss_fn: LossFn,
+    *,
+    temperature: float | Tensor = 1.0,
+    entropy: bool = True,
+    entropy_grad: bool = True,
+    ignore_index: int = -100,
+    tp_group: Any = None,
+    reduce_hidden_grad: bool = True,
+    workspace_bytes: int = 512 << 20,
+    validate: bool = True,
+    backend: str | None = None,
+) -> tuple[Tensor, TokenLogProbs]:
+    """A policy's loss and its scores in a single pass: the gradients are made in the forward.
+
+    Equals `out = linear_log_probs(...)`, then `loss_fn(out at live tokens, their indices).sum()`, with the same bits
+    of log_probs. Breaks a `torch.compile` graph. The backward can run once.
+
+    Args:
+        hidden, head, labels and all keywords: as in `linear_log_probs`. With `head.grad_buffer` the buffer is filled
+            in the forward, so the loss must be the one that is differentiated: an upstream gradient other than 1
+            raises.
+        loss_fn: `loss_fn(scores, token_index) -> [m]`, called for one chunk of tokens at a time. `scores` are the
+            chunk's `TokenLogProbs` [m], `token_index` [m] its tokens' places in `labels.flatten()`, with which it
+            takes its slice of advantages or old log-probs. It returns each token's contribution, already weighted
+            (divided by the global token count, say); the loss is their sum. It must be deterministic, local to a
+            token, and without collectives. It never sees an ignored token, except under `validate=False`, which
+            cannot compact: there it sees them as 0.0, and what it returns for them is dropped.
+
+    Returns:
+        The loss, a scalar in float32 (float64 for float64 inputs), and the scores, detached, shaped as labels.
+
+    Raises:
+        InvalidInputError: also when what loss_fn returns depends on another tensor that requires grad, or has another
+            shape than [m].
+        InputTypeError, NotFoundError, UnsupportedError: as in `linear_log_probs`.
+    """
+    if not callable(loss_fn):
+        raise InputTypeError(f"loss_fn: got {type(loss_fn).__qualname__}, expected a function of (scores, token_index)")
+    run = _single_pass
+    if "torch._dynamo" in sys.modules:  # else nothing is being compiled, and importing it takes seconds
+        run = torch.compiler.disable(_single_pass)
+    return run(
+        hidden,
+        head,
+        labels,
+        loss_fn,
+        temperature=temperature,
+        entropy=entropy,
+        entropy_grad=entropy_grad,
+        ignore_index=ignore_index,
+        tp_group=tp_group,
+        reduce_hidden_grad=reduce_hidden_grad,
+        workspace_bytes=workspace_bytes,
+        validate=validate,
+        backend=backend,
+    )
+
+
+def _single_pass(
+    hidden: Tensor,
+    head: LMHead | Tensor,
+    labels: Tensor,
+    loss_fn: LossFn,
+    *,
+    entropy: bool,
+    entropy_grad: bool,
+    **asked: Any,
+) -> tuple[Tensor, TokenLogProbs]:
+    call, needs_grad = make_call(
+        hidden,
+        head,
+        labels,
+        entropy=entropy,
+        entropy_grad=entropy_grad,
+        keep_bytes=0,
+        policy_loss=True,
+        **asked,
+    )
+    settings = {
+        "loss_fn": loss_fn,
+        "entropy": entropy,
+        "entropy_grad": entropy_grad,
+        "grad_buffer": head.grad_buffer if isinstance(head, LMHead) else None,
+        "with_grad": needs_grad,
+    }
+    loss, log_probs, entropies = _PolicyLoss.apply(settings, *call.args)  # type: ignore[no-untyped-call]
+    return loss, TokenLogProbs(log_probs.view(labels.shape), entropies.view(labels.shape) if entropy else None)
