@@ -32,7 +32,9 @@ def test_values_and_every_gradient_equal_the_models_own(
 
     torch.testing.assert_close(out.log_probs, expected[0], rtol=rtol, atol=rtol)
     torch.testing.assert_close(out.entropy, expected[1], rtol=rtol, atol=rtol)
-    check.gradients_equal(check.gradients(model, (out.log_probs, out.entropy)), expected_gradients, rtol=1e-4 if left else 1e-6)
+    check.gradients_equal(
+        check.gradients(model, (out.log_probs, out.entropy)), expected_gradients, rtol=1e-4 if left else 1e-6
+    )
 
 
 def test_a_missed_transform_would_show(make_model: Any, tokens: Tensor, check: Any) -> None:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from logitless.errors import InputTypeError, LogitlessError, UnsupportedError
+from logitless.errors import InputTypeError, UnsupportedError
 from logitless_hf.scoring import HeadReport, examine, scored_forward
 
 __all__ = ["Binding", "bind", "bind_always", "binding_of", "inspect_head", "is_bound_class", "unbind"]
@@ -199,7 +199,7 @@ def unbind(model: Model) -> Model:
 def inspect_head(model: nn.Module) -> HeadReport:
     """What stands between a model's hidden states and its logits; nothing about the model changes.
 
-    A head that is not understood gives a report with the `reason`.
+    A head that is not understood gives a report with the `reason`. The check needs a backend: NotFoundError without one.
     """
     target = _causal_lm(model)
     bound = binding_of(target)
@@ -209,6 +209,6 @@ def inspect_head(model: nn.Module) -> HeadReport:
         _bind(target, None, always=False)
         report = target.__dict__[STATE].report
         unbind(target)
-    except LogitlessError as error:
+    except UnsupportedError as error:
         return HeadReport.refused(target, str(error))
     return report if report is not None else HeadReport.refused(target, "the model has no weights yet (meta device)")

@@ -25,9 +25,13 @@ from logitless_hf.head import find_head
 __all__ = ["Transform", "identify", "probe_tokens", "undisturbed"]
 
 BATCH, LENGTH = 2, 4
-# Powers of two and small integers survive a cast to bf16 unrounded. The smallest tell the slope, the largest the cap.
-EXPONENTS = sorted(range(-12, 25), key=lambda exponent: -abs(exponent - 6))
-POINTS = [sign * 2.0**exponent for exponent in EXPONENTS for sign in (1, -1)] + [3.0 * i for i in range(-20, 21)]
+SMALLEST, LARGEST = 2.0**-12, 2.0**24  # the one tells the slope, the other a cap
+# Powers of two and small integers survive a cast to bf16 unrounded. A small vocabulary takes the first of them.
+POINTS = [
+    *(sign * point for point in (SMALLEST, LARGEST) for sign in (1, -1)),
+    *sorted((3.0 * i for i in range(-20, 21)), key=abs),
+    *(sign * 2.0**exponent for exponent in range(-11, 24) for sign in (1, -1)),
+]
 RELATIVE = 5e-6  # a few roundings of float32
 ABSOLUTE = 1e-9
 
@@ -72,28 +76,37 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _tracked(model: nn.Module) -> Iterator[dict[int, str]]:
-    """Every parameter, and every buffer beside the head, requires grad; yields their names by id.
+    """Every parameter, and every buffer beside the head, requires grad; yields the names of these leaves by id.
 
-    Logits that then require grad depend on one of them, even where it is frozen or still zero. Buffers inside of the
-    trunk are left alone: some are written in a forward, which autograd forbids for what requires grad.
+    Logits that then require grad depend on one of them, even where it is frozen, or zero as yet. Buffers inside of the
+    trunk are left alone. The others are replaced by a copy that is no leaf, which a forward may write to.
     """
     outer = find_head(model).outer
-    named: list[tuple[str, Tensor]] = list(model.named_parameters())
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    frozen = [
+        parameter
+        for parameter in model.parameters()
+        if not parameter.requires_grad and parameter.is_floating_point() and not parameter.is_inference()
+    ]
+    replaced = []
     for path, module in model.named_modules():
         if any(child is outer for child in module.modules()):
-            named += [(f"{path}.{name}".lstrip("."), buffer) for name, buffer in module.named_buffers(recurse=False)]
-    changed = [
-        (name, tensor)
-        for name, tensor in named
-        if not tensor.requires_grad and tensor.is_floating_point() and not tensor.is_inference()
-    ]
-    for _, tensor in changed:
-        tensor.requires_grad_(True)
+            for name, buffer in module.named_buffers(recurse=False):
+                if buffer.is_floating_point():
+                    leaf = buffer.detach().clone().requires_grad_()
+                    names[id(leaf)] = f"{path}.{name}".lstrip(".")
+                    replaced.append((module, name, buffer, leaf))
     try:
-        yield {id(tensor): name for name, tensor in named}
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        for module, name, _, leaf in replaced:
+            module._buffers[name] = leaf.clone()
+        yield names
     finally:
-        for _, tensor in changed:
-            tensor.requires_grad_(False)
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+        for module, name, buffer, _ in replaced:
+            module._buffers[name] = buffer
 
 
 def _ancestors(output: Tensor, names: dict[int, str]) -> list[str]:
@@ -183,7 +196,7 @@ def _fit(x: Tensor, y: Tensor, rounding: float) -> Transform:
     """The transform that explains all of `y`, [BATCH, LENGTH, V] like `x`; its numbers are good to `rounding`."""
     if not torch.isfinite(y).all():
         raise UnsupportedError("the model makes some logits infinite or NaN: a mask over the vocabulary?")
-    smallest = x.abs() == min(abs(point) for point in POINTS if point)
+    smallest = x.abs() == SMALLEST
     plain = Transform(_snap(float((y[smallest] / x[smallest]).median()), rounding))
     if plain.scale != 0 and _explains(plain, x, y):
         return plain

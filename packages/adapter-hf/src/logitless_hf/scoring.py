@@ -34,10 +34,8 @@ class Options:
     loss_fn: Callable[..., Any] | None = None
     keep_bytes: int = 0
 
-    @classmethod
-    def take(cls, call: dict[str, Any]) -> Options:
-        """Moves its own keywords out of `call`."""
-        return cls(**{field.name: call.pop(field.name) for field in fields(cls) if field.name in call})
+
+OPTIONS = tuple(field.name for field in fields(Options))  # here, since dynamo does not trace `fields`
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +153,7 @@ def scored_forward(
         UnsupportedError: the head is not what it was at `bind`, or `loss_fn` was given.
     """
     call = _family_call(forward, args, kwargs)
-    options = Options.take(call)
+    options = Options(**{name: call.pop(name) for name in OPTIONS if name in call})
     if options.loss_fn is not None:
         raise UnsupportedError("loss_fn: not served yet; compute the loss from log_probs and entropy")
     _prepare(model, forward, call)
