@@ -7,6 +7,7 @@ example of the `Backend` protocol.
 from __future__ import annotations
 
 import importlib.metadata
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -64,8 +65,11 @@ class ReferenceBackend:
         """Scores of the live tokens."""
         hidden, head, labels, temperature = _inputs(problem)
         out = linear_log_probs(hidden, head, labels, temperature=temperature, ignore_index=-1)
+        bounded = None
+        if entropy and out.entropy is not None:
+            bounded = out.entropy.clamp(0.0, math.log(problem.vocab_size))
         kept = hidden.new_zeros(kept_shape, dtype=torch.uint8)
-        return Forwarded(out.log_probs, out.entropy if entropy else None, out.log_probs.new_zeros(3, len(labels)), kept)
+        return Forwarded(out.log_probs, bounded, out.log_probs.new_zeros(3, len(labels)), kept)
 
     def backward(
         self,

@@ -24,6 +24,11 @@ __all__ = ["check_gradients", "check_results", "check_scores", "floor_gradients"
 FLOOR_FACTOR, FLOAT32_FACTOR, FLOAT64_RELATIVE = 1.1, 2.0, 1e-10
 
 
+def _rows(tensor: Tensor) -> Tensor:
+    """[..., d] as [rows, d]; with no leading dimension, one row."""
+    return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
+
+
 def _largest_logit(example: Example) -> Tensor:
     """[...] max|z/T| of each token, at least 1."""
     exact = example.to(torch.float64)
@@ -78,7 +83,7 @@ def _logit_gradient(example: Example) -> Tensor:
     head = replace(head, scale=example.head.scale, softcap=example.head.softcap, vocab_size=example.head.vocab_size)
     if raw.isinf().any():  # a -inf column times the identity's zeros would be NaN: no row of it, and no gradient
         finite = raw.masked_fill(raw.isinf(), 0.0)
-        columns = raw.isinf().flatten(0, -2).any(0)
+        columns = _rows(raw.isinf()).any(0)
         head = replace(head, bias=raw.new_zeros(raw.shape[-1]).masked_fill(columns, -math.inf))
         raw = finite
     dz = replace(exact, hidden=raw, head=head).reference().gradients["hidden"]
@@ -98,8 +103,8 @@ def _rounded(dz: Tensor, dtype: torch.dtype) -> Tensor:
 def floor_gradients(example: Example) -> dict[str, Tensor]:
     """float64 gradients of dz rounded once to the example's dtype: what any half-precision product starts from."""
     exact = example.to(torch.float64)
-    dz = _rounded(_logit_gradient(example), example.dtype).flatten(0, -2)
-    flat = {name: leaf.flatten(0, -2) if leaf.ndim > 1 else leaf for name, leaf in exact.leaves().items()}
+    dz = _rows(_rounded(_logit_gradient(example), example.dtype))
+    flat = {name: leaf if name == "bias" else _rows(leaf) for name, leaf in exact.leaves().items()}
     live = example.live.flatten().unsqueeze(1)
     tokens = {name: leaf.masked_fill(~live, 0.0) for name, leaf in flat.items() if name[:6] in ("hidden", "lora_u")}
     found = {"hidden": dz @ flat["weight"], "weight": dz.T @ tokens["hidden"]}
@@ -121,7 +126,7 @@ def _guard(example: Example, name: str) -> float:
     partner = {"hidden": "weight", "weight": "hidden", "bias": ""}.get(name)
     if partner is None:
         partner = name.replace("_u", "_b") if "_u" in name else name.replace("_b", "_u")
-    other = leaves[partner].flatten(0, -2) if partner else torch.ones(1, 1)
+    other = _rows(leaves[partner]) if partner else torch.ones(1, 1)
     if partner and (partner == "hidden" or "_u" in partner):
         other = other[live.flatten()]
     size = float(other.norm(dim=-1).max()) if other.numel() else 0.0
