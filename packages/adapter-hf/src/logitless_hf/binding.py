@@ -199,7 +199,7 @@ def unbind(model: Model) -> Model:
 def inspect_head(model: nn.Module) -> HeadReport:
     """What stands between a model's hidden states and its logits; nothing about the model changes.
 
-    A head that is not understood gives a report with the `reason`. The check needs a backend: NotFoundError without one.
+    A head that is not understood gives a report with the `reason`. Scores are checked, so a backend must be installed.
     """
     target = _causal_lm(model)
     bound = binding_of(target)

@@ -79,7 +79,9 @@ def _forward_as(module: nn.Module, function: Callable[..., Any]) -> Iterator[Non
 def call_head(head: Head, hidden: Tensor, op: Callable[..., Any]) -> Any:
     """`op(hidden, linear, lora pairs)`, run as the forward of the head's own modules."""
 
-    def outer(hidden: Tensor) -> Any:
+    def outer(hidden: Tensor, **asked: Any) -> Any:
+        if asked:  # PEFT's `adapter_names`, different adapters for each row
+            raise UnsupportedError(f"the head is called with {', '.join(asked)}, which is not understood")
         pairs = lora_pairs(head, hidden)
 
         def inner(hidden: Tensor) -> Any:

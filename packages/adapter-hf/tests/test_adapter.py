@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+import logitless
+import logitless_hf
+from logitless.errors import InvalidInputError, UnsupportedError
+from logitless_hf import HFAdapter
+
+
+def test_core_finds_the_adapter() -> None:
+    statuses = {status.name: status for status in logitless.adapters()}
+    assert statuses["hf"].ok, statuses["hf"].reason
+    assert statuses["hf"].version == logitless_hf.__version__
+    assert (HFAdapter().name, HFAdapter().protocol) == ("hf", logitless.PROTOCOL)
+
+
+def test_supports(make_model: Any) -> None:
+    adapter = HFAdapter()
+    assert adapter.supports(make_model()) is None
+    assert "get_output_embeddings" in str(adapter.supports(nn.Linear(2, 2)))
+    assert "str" in str(adapter.supports("llama"))
+
+
+@pytest.mark.parametrize("layout", ["thd", "bshd", "nested"])
+def test_layouts_are_refused_by_name(layout: str, make_model: Any) -> None:
+    with pytest.raises(UnsupportedError, match=rf"{layout}.*bound model"):
+        logitless.make_forward(make_model(), layout)
+
+
+def test_inspect(make_model: Any, tmp_path: Path) -> None:
+    make_model("gemma2").save_pretrained(tmp_path)
+    verdict = HFAdapter().inspect(str(tmp_path))
+    assert verdict == {
+        "model": "Gemma2ForCausalLM",
+        "vocab_size": 101,
+        "hidden_size": 32,
+        "dtype": "float64",
+        "bias": False,
+        "scale": 1.0,
+        "softcap": 5.0,
+        "adapters": (),
+        "reason": None,
+        "understood": True,
+    }
+    with pytest.raises(InvalidInputError, match="nowhere"):
+        HFAdapter().inspect(str(tmp_path / "nowhere"))
+
+
+def test_public_names() -> None:
+    assert logitless_hf.__all__ == sorted(logitless_hf.__all__)
+    assert all(hasattr(logitless_hf, name) for name in logitless_hf.__all__)

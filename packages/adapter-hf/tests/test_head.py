@@ -1,0 +1,153 @@
+"""Heads that PEFT wraps: LoRA as a low-rank addition, and whatever else it does honoured or refused."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import Tensor, nn
+
+from logitless.errors import UnsupportedError
+from logitless_hf import bind, inspect_head, unbind
+
+
+def with_lora(model: Any, **changes: Any) -> Any:
+    """LoRA on the head and on an attention projection, with B away from zero so that it shows."""
+    options = {"r": 4, "lora_alpha": 12, "target_modules": ["lm_head", "q_proj"], "init_lora_weights": False}
+    torch.manual_seed(1)
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **{**options, **changes})).eval()
+    return wrapped.to(next(model.parameters()).dtype)
+
+
+def assert_own(model: Any, tokens: Tensor, check: Any) -> None:
+    """Scores and gradients of the bound model equal those from its own logits, as it is now."""
+    expected = check.own_scores(model, check.shift(tokens), 0.7, input_ids=tokens)
+    out = model(tokens, return_log_probs=True, temperature=0.7)
+    torch.testing.assert_close(out.log_probs, expected[0], rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(out.entropy, expected[1], rtol=1e-9, atol=1e-9)
+    if expected[0].requires_grad:
+        got = check.gradients(model, (out.log_probs, out.entropy))
+        check.gradients_equal(got, check.gradients(model, expected), rtol=1e-6)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "phi"], indirect=True)
+@pytest.mark.parametrize("first", ["bind", "peft"])
+def test_lora_on_the_head(first: str, family: str, make_model: Any, tokens: Tensor, check: Any) -> None:
+    model = make_model(family)
+    plain = bind(copy.deepcopy(model))(tokens, return_log_probs=True, temperature=0.7).log_probs
+    wrapped = bind(with_lora(model)) if first == "peft" else with_lora(bind(model))
+    assert_own(wrapped, tokens, check)
+    out = wrapped(tokens, return_log_probs=True, temperature=0.7)
+    assert (out.log_probs - plain)[:, :-1].abs().max() > 0.5  # so the adapter shows
+    assert model.lm_head.base_layer.weight.grad is None
+
+
+def test_adapters_that_are_disabled_merged_or_switched(make_model: Any, tokens: Tensor, check: Any) -> None:
+    model = bind(with_lora(make_model()))
+    assert inspect_head(model).adapters == ("default",)
+    with model.disable_adapter():
+        assert_own(model, tokens, check)
+    model.merge_adapter()
+    assert_own(model, tokens, check)
+    with model.disable_adapter():  # PEFT unmerges at the next forward
+        scores = model(tokens, return_log_probs=True, temperature=0.7).log_probs
+        expected = check.own_scores(model, check.shift(tokens), 0.7, input_ids=tokens)[0]
+        torch.testing.assert_close(scores, expected, rtol=1e-9, atol=1e-9)
+    assert_own(model, tokens, check)
+    config = peft.LoraConfig(r=2, lora_alpha=7, target_modules=["lm_head"], init_lora_weights=False)
+    model.add_adapter("second", config)
+    model.double()
+    model.set_adapter("second")
+    assert_own(model, tokens, check)
+    model.base_model.set_adapter(["default", "second"])
+    assert_own(model, tokens, check)
+    model.base_model.delete_adapter("second")
+    model.set_adapter("default")
+    merged = model.merge_and_unload()
+    assert_own(merged, tokens, check)
+    assert type(unbind(merged)).__name__ == "LlamaForCausalLM"
+
+
+def test_dropout_of_the_adapter_draws_as_pefts_own(make_model: Any, tokens: Tensor, check: Any) -> None:
+    model = bind(with_lora(make_model(), lora_dropout=0.5, target_modules=["lm_head"])).train()
+    torch.manual_seed(4)
+    expected = check.own_scores(model, check.shift(tokens), input_ids=tokens)[0]
+    torch.manual_seed(4)
+    torch.testing.assert_close(model(tokens, return_log_probs=True).log_probs, expected, rtol=1e-9, atol=1e-9)
+    torch.manual_seed(5)
+    assert not torch.allclose(model(tokens, return_log_probs=True).log_probs, expected)
+
+
+def test_no_delta_of_the_weights_size_is_built(
+    make_model: Any, tokens: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = bind(with_lora(make_model()))
+    monkeypatch.setattr(type(model.base_model.model.lm_head), "get_delta_weight", None)
+    model(tokens, return_log_probs=True).log_probs.sum().backward()
+
+
+def test_modules_to_save(make_model: Any, tokens: Tensor, check: Any) -> None:
+    model = bind(with_lora(make_model(), target_modules=["q_proj"], modules_to_save=["lm_head"]))
+    with torch.no_grad():
+        model.base_model.model.lm_head.modules_to_save["default"].weight.mul_(0.5)
+    assert_own(model, tokens, check)
+    with model.disable_adapter():
+        assert_own(model, tokens, check)
+    saved = model.base_model.model.lm_head.modules_to_save["default"].weight
+    model(tokens, return_log_probs=True).log_probs.sum().backward()
+    assert saved.grad is not None
+    assert saved.grad.count_nonzero() > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"), [({"use_dora": True}, "variant"), ({"lora_bias": True}, "bias")], ids=["dora", "bias"]
+)
+def test_a_variant_of_lora_is_refused(changes: dict[str, Any], reason: str, make_model: Any, tokens: Tensor) -> None:
+    model = with_lora(make_model(), **changes)
+    with pytest.raises(UnsupportedError, match=reason):
+        bind(model)
+    late = bind(make_model())
+    wrapped = with_lora(late, **changes)
+    with pytest.raises(UnsupportedError, match=reason):
+        wrapped(tokens, return_log_probs=True)
+    with wrapped.disable_adapter():
+        assert wrapped(tokens, return_log_probs=True).log_probs is not None
+
+
+def test_another_tuner_is_refused_unless_it_is_off(make_model: Any, tokens: Tensor, check: Any) -> None:
+    config = peft.LoHaConfig(r=2, target_modules=["lm_head"], init_weights=False)
+    model = peft.get_peft_model(make_model(), config).double().eval()
+    with pytest.raises(UnsupportedError, match="LoHa|loha"):
+        bind(model)
+    with model.disable_adapter():
+        assert_own(bind(model), tokens, check)
+    model.merge_adapter()
+    assert_own(model, tokens, check)
+
+
+def test_adapters_of_a_mixed_batch_are_refused(make_model: Any, tokens: Tensor) -> None:
+    model = bind(with_lora(make_model()))
+    with pytest.raises(UnsupportedError, match="adapter_names"):
+        model(tokens, return_log_probs=True, adapter_names=["default", "__base__", "default"])
+
+
+def test_a_tied_head_gets_both_gradients(make_model: Any, tokens: Tensor, check: Any) -> None:
+    model = bind(make_model("llama", tie_word_embeddings=True))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert_own(model, tokens, check)
+
+
+def test_a_head_with_a_bias(make_model: Any, tokens: Tensor, check: Any) -> None:
+    model = make_model()
+    model.lm_head.bias = nn.Parameter(torch.randn(101, dtype=torch.float64))
+    assert_own(bind(model), tokens, check)
+    assert inspect_head(model).bias
+
+
+def test_a_parametrised_head(make_model: Any, tokens: Tensor, check: Any) -> None:
+    model = make_model()
+    nn.utils.parametrizations.weight_norm(model.lm_head)
+    assert_own(bind(model), tokens, check)
