@@ -20,7 +20,7 @@ from torch import Tensor
 from logitless import _registry
 from logitless.head import LMHead
 from logitless.reference import head_logits, linear_log_probs
-from logitless.types import PROTOCOL, Backend, Forwarded, Gradients, Needs, Problem, Request
+from logitless.types import PROTOCOL, Backend, Forwarded, Gradients, Needs, PolicyResult, Problem, Request, TokenLoss
 
 __all__ = ["ReferenceBackend", "installed"]
 
@@ -54,8 +54,8 @@ class ReferenceBackend:
     protocol = PROTOCOL
 
     def supports(self, request: Request) -> str | None:
-        """None: every request can be served."""
-        return None
+        """A sharded vocabulary is not served."""
+        return "it needs the whole vocabulary" if request.group_size > 1 else None
 
     def kept_shape(self, request: Request, keep_bytes: int) -> tuple[int, ...]:
         """Nothing is kept."""
@@ -95,6 +95,17 @@ class ReferenceBackend:
             dz = dz * (1.0 - (z.masked_fill(z.isinf(), 0.0) * per_token / head.softcap).square())
         dz = dz / per_token * head.scale
         return _products(problem, dz, hidden, head, needs, grad_buffer)
+
+    def policy_loss(
+        self, problem: Problem, *, entropy: bool, token_loss: TokenLoss, needs: Needs, grad_buffer: Tensor | None
+    ) -> PolicyResult:
+        """Forward and backward, one after the other, with all live tokens in one chunk."""
+        out = self.forward(problem, entropy=entropy, kept_shape=(0,))
+        grads = token_loss(out.log_probs, out.entropy, range(len(out.log_probs)))
+        gradients = Gradients()
+        if grads is not None:
+            gradients = self.backward(problem, out.stats, out.kept, *grads, needs, grad_buffer)
+        return PolicyResult(out.log_probs, out.entropy, gradients)
 
 
 def _products(
