@@ -114,6 +114,12 @@ def check_call(
         raise InvalidInputError(
             f"head.vocab_start: got {head.vocab_start} without a tp_group of several ranks; pass it"
         )
+    rows = head.weight.shape[0] * group_size
+    if head.vocab_size is not None and (head.vocab_start is None or group_size == 1) and head.vocab_size > rows:
+        raise InvalidInputError(
+            f"head.vocab_size: got {head.vocab_size}, expected at most the {rows} rows of the weight on "
+            f"{group_size} rank(s); pass the tp_group and vocab_start if the vocabulary is sharded"
+        )
     if head.vocab_start is not None and group_size > 1 and head.vocab_size is None:
         raise InvalidInputError("head.vocab_size: got None with vocab_start, expected the rows of all shards together")
     if isinstance(temperature, Tensor):
