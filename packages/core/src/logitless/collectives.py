@@ -29,12 +29,12 @@ DEBUG = "LOGITLESS_DEBUG"
 
 def group_facts(group: Any) -> tuple[int, int, str]:
     """(rank, size, name) of a process group of which this process is a member."""
-    if not dist.is_available() or not isinstance(group, dist.ProcessGroup):
+    outside = dist.is_available() and group is dist.GroupMember.NON_GROUP_MEMBER
+    if not outside and not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
         raise InputTypeError(f"tp_group: got {type(group).__qualname__}, expected a torch.distributed ProcessGroup")
-    rank = dist.get_rank(group)
-    if rank < 0:
+    if outside or dist.get_rank(group) < 0:
         raise InvalidInputError("tp_group: this process is not one of its ranks; pass the group that it belongs to")
-    return rank, dist.get_world_size(group), group.group_name
+    return dist.get_rank(group), dist.get_world_size(group), group.group_name
 
 
 def resolve_group(name: str) -> Any:

@@ -26,7 +26,7 @@ __all__ = ["IGNORE_INDEX", "PackedBatch", "PaddedBatch"]
 
 IGNORE_INDEX = -100
 
-Of = Literal["token", "prediction"]
+Of = Literal["token", "prediction", "sequence"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,20 +193,22 @@ class PackedBatch:
         """Values in the origin's layout, [B, S, ...], nested or a list, into batch order [T, ...].
 
         Args:
-            x: one value (or row of trailing dimensions) for each position of the origin.
+            x: one value (or row of trailing dimensions) for each position of the origin; [B, ...] for "sequence".
             of: "token": x at t belongs to token t (advantages, rewards, a rollout engine's log-probs), and goes where
                 that token is the label, as `loss_mask` does. "prediction": x at t belongs to the prediction made at
-                t (what `unpack` returned), and stays at t.
+                t (what `unpack` returned), and stays at t. "sequence": one value for each sequence, spread over its tokens.
             fill: what stands where no value belongs.
         """
         self._whole("pack")
+        if of == "sequence":
+            return self._spread(x, fill)
         flat = self._flatten(x)
         if of == "prediction":
             source, place = self.source_M, self.place_M
         elif of == "token":
             source, place = self.source_M[1:], self.place_M[:-1]  # token t is predicted one place before it
         else:
-            raise InvalidInputError(f"of: got {of!r}, expected 'token' or 'prediction'")
+            raise InvalidInputError(f"of: got {of!r}, expected 'token', 'prediction' or 'sequence'")
         out = flat.new_full((sum(self.padded_lengths), *flat.shape[1:]), fill)
         out = out.index_copy(0, place, flat.index_select(0, source))
         return out.index_fill(0, self._last_places(), fill) if of == "token" else out
@@ -327,6 +329,14 @@ class PackedBatch:
             raise InvalidInputError(f"x: got lengths {list(lengths)}, expected {list(self.lengths)}")
         flat: Tensor = x
         return flat
+
+    def _spread(self, x: Tensor, fill: float) -> Tensor:
+        """[B, ...] to [T, ...]."""
+        if x.shape[0] != len(self.lengths):
+            raise InvalidInputError(f"x: got {x.shape[0]} rows, expected {len(self.lengths)}, one for each sequence")
+        row_M, _ = ramp(self.lengths, x.device)
+        out = x.new_full((sum(self.padded_lengths), *x.shape[1:]), fill)
+        return out.index_copy(0, self.place_M, x.index_select(0, row_M))
 
     def _last_places(self) -> Tensor:
         """Where each sequence's last true token stands: what it would predict is not there."""

@@ -190,7 +190,7 @@ def linear_policy_loss(
         raise InputTypeError(f"loss_fn: got {type(loss_fn).__qualname__}, expected a function of (scores, token_index)")
     run = _single_pass
     if "torch._dynamo" in sys.modules:  # else nothing is being compiled, and importing it takes seconds
-        run = torch.compiler.disable(_single_pass)
+        run = torch.compiler.disable(_single_pass)  # type: ignore[no-untyped-call]
     return run(
         hidden,
         head,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import faulthandler
+import io
 import multiprocessing
 import tempfile
 import traceback
@@ -20,18 +22,23 @@ __all__ = ["run_ranks"]
 def _rank(
     connection: Connection, rank: int, size: int, store: str, seconds: float, function: Callable[..., Any], args: Any
 ) -> None:
+    faulthandler.disable()  # a rank that is meant to die need not print its stack
     torch.set_num_threads(1)  # a forked OpenMP pool has no threads, and waiting for them hangs
     try:
         dist.init_process_group(
             "gloo",
-            store=dist.FileStore(store, size),
+            store=dist.FileStore(store, size),  # type: ignore[attr-defined]
             rank=rank,
             world_size=size,
             timeout=datetime.timedelta(seconds=seconds),
         )
-        connection.send((function(rank, size, *args), None))
+        answer: tuple[Any, str | None] = (function(rank, size, *args), None)
     except BaseException as error:
-        connection.send((None, f"rank {rank}: {type(error).__name__}: {error}\n{traceback.format_exc()}"))
+        answer = (None, f"rank {rank}: {type(error).__name__}: {error}\n{traceback.format_exc()}")
+    try:
+        buffer = io.BytesIO()  # by value: tensors sent as they are would be shared memory of a process that is gone
+        torch.save(answer, buffer)
+        connection.send_bytes(buffer.getvalue())
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -43,6 +50,8 @@ def run_ranks(size: int, function: Callable[..., Any], *args: Any, seconds: floa
     Raises:
         RuntimeError: a rank raised, died, or was not done in time; the message holds every rank's own traceback.
     """
+    import torch._dynamo  # a custom op's first call loads it: once here, not once in each rank
+
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
@@ -53,12 +62,13 @@ def run_ranks(size: int, function: Callable[..., Any], *args: Any, seconds: floa
             process.start()
             sending.close()
             ranks.append((process, receiving))
-        results, faults = [], []
-        for rank, (process, receiving) in enumerate(ranks):
+        results: list[Any] = []
+        faults: list[str] = []
+        for rank, (_, receiving) in enumerate(ranks):
             result, fault = None, f"rank {rank}: no answer within {seconds + 15} s"
             if receiving.poll(seconds + 15):
                 try:
-                    result, fault = receiving.recv()
+                    result, fault = torch.load(io.BytesIO(receiving.recv_bytes()), weights_only=False)
                 except EOFError:
                     fault = f"rank {rank}: died without a word"
             results.append(result)
