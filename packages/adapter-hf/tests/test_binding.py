@@ -112,7 +112,7 @@ def test_a_pickled_model_is_bound(how: str, make_model: Any, tokens: Tensor) -> 
 
 
 def test_saving_and_loading(make_model: Any, tokens: Tensor, tmp_path: Any) -> None:
-    model = make_model()
+    model = make_model("llama", torch.float32)
     cls = type(model)
     model.save_pretrained(tmp_path / "before")
     bind(model).save_pretrained(tmp_path / "after")
@@ -170,6 +170,17 @@ def test_a_model_with_accelerates_hooks(make_model: Any, tokens: Tensor) -> None
     assert model(tokens).logits.shape == (3, 7, 101)
     hooks.remove_hook_from_module(model)
     assert model.forward.__func__ is type(model).forward
+
+
+def test_a_model_whose_weights_are_offloaded(make_model: Any, tokens: Tensor) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model = make_model("gemma2")
+    expected = scores(bind(copy.deepcopy(model)), tokens)
+    model = bind(accelerate.cpu_offload(model, execution_device=torch.device("cpu")))
+    assert inspect_head(model).softcap == 5.0
+    assert model.lm_head.weight.is_meta
+    with torch.no_grad():
+        assert torch.equal(scores(model, tokens), expected)
 
 
 def test_accelerates_mixed_precision_wraps_a_bound_model(make_model: Any, tokens: Tensor) -> None:

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from logitless.errors import InputTypeError, UnsupportedError
+from logitless_hf.head import has_weights
 from logitless_hf.scoring import HeadReport, examine, scored_forward
 
 __all__ = ["Binding", "bind", "bind_always", "binding_of", "inspect_head", "is_bound_class", "unbind"]
@@ -115,10 +116,11 @@ def _examine(model: nn.Module, call: Callable[..., Any]) -> HeadReport:
         return call(**kwargs, return_log_probs=True)
 
     try:
-        return examine(model, functools.partial(call, return_log_probs=False), scored)
+        report: HeadReport = examine(model, functools.partial(call, return_log_probs=False), scored)
     except BaseException:
         binding.report = None
         raise
+    return report
 
 
 @contextmanager
@@ -146,7 +148,7 @@ def _bind(model: Model, backend: str | None, always: bool) -> Model:
     with _restored_on_error(target):
         if hooked:  # accelerate's hook calls what it found as _old_forward
             target.__dict__["_old_forward"] = MethodType(bound_class(base).forward, target)
-        if not any(parameter.is_meta for parameter in target.parameters()):
+        if has_weights(target):
             _examine(target, target)
     return model
 

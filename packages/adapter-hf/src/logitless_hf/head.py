@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from logitless.errors import UnsupportedError
 
-__all__ = ["Head", "find_head", "in_slot", "lora_pairs"]
+__all__ = ["Head", "find_head", "has_weights", "in_slot", "lora_pairs"]
 
 LORA_LINEAR = "peft.tuners.lora.layer.Linear"
 MODULES_TO_SAVE = ".ModulesToSaveWrapper"
@@ -111,6 +111,15 @@ def find_head(model: nn.Module) -> Head:
             f"{(linear.out_features, linear.in_features)}; a quantised head is not understood"
         )
     return Head(outer, linear, adapters)
+
+
+def has_weights(model: nn.Module) -> bool:
+    """Whether no parameter is on the meta device, but for those that accelerate's hooks bring in when they are due."""
+    return not any(
+        parameter.is_meta and "_hf_hook" not in module.__dict__
+        for module in model.modules()
+        for parameter in module.parameters(recurse=False)
+    )
 
 
 @contextmanager

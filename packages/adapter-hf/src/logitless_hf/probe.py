@@ -128,9 +128,10 @@ def probe_tokens(model: nn.Module) -> Tensor:
     config: Any = getattr(model, "config", None)
     embeddings: Any = model.get_input_embeddings()  # type: ignore[operator]
     rows, padding = embeddings.weight.shape[0], getattr(config, "pad_token_id", None)
+    device = "cpu" if embeddings.weight.is_meta else embeddings.weight.device  # accelerate's hooks move what they get
     ids = [i for i in range(5, rows) if i != padding] or [i for i in range(rows) if i != padding] or [0]
     tokens = [ids[i % len(ids)] for i in range(BATCH * LENGTH)]
-    return torch.tensor(tokens, device=embeddings.weight.device).view(BATCH, LENGTH)
+    return torch.tensor(tokens, device=device).view(BATCH, LENGTH)
 
 
 def _points(vocab: int) -> Tensor:
