@@ -8,7 +8,7 @@ from torch import nn
 
 import logitless
 import logitless_hf
-from logitless.errors import InvalidInputError, UnsupportedError
+from logitless.errors import InvalidInputError
 from logitless_hf import HFAdapter
 
 
@@ -24,12 +24,6 @@ def test_supports(make_model: Any) -> None:
     assert adapter.supports(make_model()) is None
     assert "get_output_embeddings" in str(adapter.supports(nn.Linear(2, 2)))
     assert "str" in str(adapter.supports("llama"))
-
-
-@pytest.mark.parametrize("layout", ["thd", "bshd", "nested"])
-def test_layouts_are_refused_by_name(layout: str, make_model: Any) -> None:
-    with pytest.raises(UnsupportedError, match=rf"{layout}.*bound model"):
-        logitless.make_forward(make_model(), layout)
 
 
 def test_inspect(make_model: Any, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import logitless_hf
-from logitless.errors import InvalidInputError, NotFoundError, UnsupportedError
+from logitless.errors import InvalidInputError, NotFoundError
 from logitless_hf import bind
 
 
@@ -196,7 +196,7 @@ def test_a_mixture_of_experts_keeps_its_routers_loss(tokens: Tensor) -> None:
     [
         ({"return_dict": False}, InvalidInputError, ["return_dict", "False"]),
         ({"logits_to_keep": 2}, InvalidInputError, ["logits_to_keep", "leave it out"]),
-        ({"loss_fn": lambda scores, index: scores.log_probs}, UnsupportedError, ["loss_fn"]),
+        ({"loss_fn": lambda scores, index: scores.log_probs.sum()}, InvalidInputError, ["loss_fn", "shape"]),
         ({"labels": torch.zeros(3, 6, dtype=torch.long)}, InvalidInputError, ["labels", "(3, 6)", "(3, 7)"]),
         ({"shift_labels": torch.zeros(21, dtype=torch.long)}, InvalidInputError, ["shift_labels", "(21,)", "(3, 7)"]),
         ({"shift_labels": torch.full((3, 7), 101)}, InvalidInputError, ["labels", "101", "100"]),

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from logitless import PROTOCOL
-from logitless.errors import InvalidInputError, UnsupportedError
+from logitless import PROTOCOL, ForwardFn
+from logitless.errors import InvalidInputError
 from logitless_hf.binding import inspect_head
+from logitless_hf.forward import make_forward
 
 __all__ = ["HFAdapter"]
 
@@ -30,12 +31,9 @@ class HFAdapter:
             return f"{type(model).__qualname__} has no get_output_embeddings(), as transformers' models have"
         return None
 
-    def make_forward(self, model: Any, layout: str, backend: str | None) -> NoReturn:
-        """Not served yet."""
-        raise UnsupportedError(
-            f"layout {layout!r}: logitless-hf does not serve packed batches yet; padded batches go through the bound "
-            "model: logitless_hf.bind(model)(input_ids=..., attention_mask=..., return_log_probs=True)"
-        )
+    def make_forward(self, model: Any, layout: str, backend: str | None) -> ForwardFn:
+        """See `logitless_hf.forward.make_forward`."""
+        return make_forward(model, layout, backend)
 
     def inspect(self, path: str) -> Mapping[str, Any]:
         """The verdict on a checkpoint's head, as names and values to print; loads the checkpoint.

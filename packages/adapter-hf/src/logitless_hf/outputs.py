@@ -39,6 +39,7 @@ class CausalLMOutputForPPO(_FlattenedByItems, CausalLMOutputWithPast):
     Attributes:
         log_probs: [batch, sequence] nats; at position t that of its label (the next token); 0.0 where ignored.
         entropy: the same shape, nats; None if it was not asked for.
+        loss: what the call's `loss_fn` gave, summed; None without one.
         values: None; for value models.
         aux_loss: the router's loss, where the family returns one.
     """
@@ -82,9 +83,11 @@ def _rebuild(extra: tuple[str, ...], values: dict[str, Any]) -> CausalLMOutputFo
     return _with_fields(extra)(**values)
 
 
-def scored_output(family: Any, log_probs: Tensor, entropy: Tensor | None) -> CausalLMOutputForPPO:
+def scored_output(
+    family: Any, log_probs: Tensor, entropy: Tensor | None, loss: Tensor | None = None
+) -> CausalLMOutputForPPO:
     """The family's output with scores in place of its (empty) logits."""
     if not isinstance(family, generic.ModelOutput):
         raise UnsupportedError(f"the model returned a {type(family).__qualname__}, expected a ModelOutput")
     kept = {name: value for name, value in family.items() if name not in ("loss", "logits")}
-    return _with_fields(_extra(family))(**kept, log_probs=log_probs, entropy=entropy)
+    return _with_fields(_extra(family))(**kept, log_probs=log_probs, entropy=entropy, loss=loss)

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from logitless import LMHead, TokenLogProbs, linear_log_probs
+from logitless import LMHead, linear_log_probs, linear_policy_loss
 from logitless.errors import InvalidInputError, LogitlessError, UnsupportedError
 from logitless_hf.capture import call_head, capture
-from logitless_hf.head import find_head
+from logitless_hf.head import find_head, has_weights
 from logitless_hf.labels import IGNORE_INDEX, next_token_labels
 from logitless_hf.outputs import CausalLMOutputForPPO, scored_output
 from logitless_hf.probe import Transform, identify, probe_tokens, undisturbed
@@ -150,12 +150,10 @@ def scored_forward(
 
     Raises:
         InvalidInputError: the call cannot be scored; the message names the argument.
-        UnsupportedError: the head is not what it was at `bind`, or `loss_fn` was given.
+        UnsupportedError: the head is not what it was at `bind`.
     """
     call = _family_call(forward, args, kwargs)
     options = Options(**{name: call.pop(name) for name in OPTIONS if name in call})
-    if options.loss_fn is not None:
-        raise UnsupportedError("loss_fn: not served yet; compute the loss from log_probs and entropy")
     _prepare(model, forward, call)
     targets = _targets(options, call)
     empty = targets.numel() == 0
@@ -170,23 +168,27 @@ def scored_forward(
             f"{name}: got shape {tuple(targets.shape)}, expected {tuple(hidden.shape[:-1])}, one for each position"
         )
 
-    def op(hidden: Tensor, linear: nn.Linear, lora: tuple[tuple[Tensor, Tensor], ...]) -> tuple[Tensor, Tensor | None]:
-        scores: TokenLogProbs = linear_log_probs(
-            hidden,
-            LMHead(linear.weight, linear.bias, transform.scale, transform.softcap, lora=lora),
-            targets.to(hidden.device),
-            temperature=options.temperature,
-            entropy=options.entropy,
-            entropy_grad=options.entropy_grad,
-            ignore_index=IGNORE_INDEX,
-            keep_bytes=options.keep_bytes,
-            backend=backend,
-        )
-        return scores.log_probs, scores.entropy
+    def op(hidden: Tensor, linear: nn.Linear, lora: tuple[tuple[Tensor, Tensor], ...]) -> tuple[Tensor | None, ...]:
+        asked: dict[str, Any] = {
+            "hidden": hidden,
+            "head": LMHead(linear.weight, linear.bias, transform.scale, transform.softcap, lora=lora),
+            "labels": targets.to(hidden.device),
+            "temperature": options.temperature,
+            "entropy": options.entropy,
+            "entropy_grad": options.entropy_grad,
+            "ignore_index": IGNORE_INDEX,
+            "backend": backend,
+        }
+        if options.loss_fn is None:
+            scores = linear_log_probs(**asked, keep_bytes=options.keep_bytes)
+            return scores.log_probs, scores.entropy, None
+        loss, scores = linear_policy_loss(**asked, loss_fn=options.loss_fn)
+        return scores.log_probs, scores.entropy, loss
 
     return scored_output(output, *call_head(head, hidden, op))
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def examine(model: nn.Module, plain: Callable[..., Any], scored: Callable[..., CausalLMOutputForPPO]) -> HeadReport:
     """Identify what the model does to its logits, and check scores against its own logits.
 
@@ -195,7 +197,7 @@ def examine(model: nn.Module, plain: Callable[..., Any], scored: Callable[..., C
         plain: runs the family's forward.
         scored: `scored(report, **call)` runs a scoring call of a model that is as the report says.
     """
-    if any(parameter.is_meta for parameter in model.parameters()):
+    if not has_weights(model):
         raise UnsupportedError("the model's parameters are on the meta device; load its weights before it is called")
     plain = partial(plain, return_dict=True, use_cache=False)
     try:

@@ -50,7 +50,7 @@ def ppo_clip(
     """`-min(r·A, clip(r, 1 − clip_low, 1 + clip_high)·A)` with `r = exp(log_probs − old_log_probs)`.
 
     Schulman et al. 2017, "Proximal Policy Optimization Algorithms", arXiv:1707.06347, eq. 7. With clip_high 0.28 it is
-    the decoupled clip of Yu et al. 2025, "DAPO", arXiv:2503.14476, eq. 10, whose token-level normalisation is
+    the decoupled clip of Yu et al. 2025, "DAPO", arXiv:2503.14476, whose token-level normalisation is
     `token_mean_weights`. Dr. GRPO (Liu et al. 2025, arXiv:2503.20783) is this with `group_advantages(scale=False)` and
     a constant weight.
     """
@@ -85,7 +85,7 @@ def cispo(
 ) -> Tensor:
     """`-sg(clip(r, 1 − clip_low, 1 + clip_high))·A·log_prob`: the weight is clipped, and every token keeps a gradient.
 
-    MiniMax 2025, "MiniMax-M1", arXiv:2506.13585, eq. 4 and 5. `clip_low` 1.0 is no lower bound.
+    MiniMax 2025, "MiniMax-M1", arXiv:2506.13585. `clip_low` 1.0 is no lower bound.
     """
     ratio = (log_probs.detach() - old_log_probs).exp().clamp(1.0 - clip_low, 1.0 + clip_high)
     return -ratio * advantages * log_probs
@@ -205,7 +205,7 @@ def count_tokens(batches: Iterable[PackedBatch], group: Any = None) -> int:
 
 
 def token_mean_weights(labels: Tensor, total: int, ignore_index: int = IGNORE_INDEX) -> Tensor:
-    """[T] 1/total at scored tokens, 0 elsewhere: the mean over all of a step's tokens (DAPO, arXiv:2503.14476, eq. 8).
+    """[T] 1/total at scored tokens, 0 elsewhere: the mean over all of a step's tokens (DAPO, arXiv:2503.14476).
 
     Args:
         labels: [T].

@@ -43,6 +43,17 @@ class PaddedBatch:
         """[B, S, ...] results back into the packed batch's order: [T, ...]."""
         return x.flatten(0, 1).index_select(0, self.index)
 
+    def to_rows(self, x: Tensor, fill: float = 0.0) -> Tensor:
+        """[T, ...] in the packed batch's order into these rows: [B, S, ...]."""
+        rows, columns = self.input_ids.shape
+        flat = x.new_full((rows * columns, *x.shape[1:]), fill).index_copy(0, self.index, x)
+        return flat.view(rows, columns, *x.shape[1:])
+
+    def packed_index(self, flat: Tensor) -> Tensor:
+        """Where tokens with these indices in the flattened rows stand in the packed batch."""
+        packed = torch.arange(self.index.shape[0], device=flat.device)
+        return flat.new_zeros(self.input_ids.numel()).index_copy(0, self.index, packed).index_select(0, flat)
+
 
 @dataclass(frozen=True, slots=True)
 class _Origin:
@@ -196,7 +207,8 @@ class PackedBatch:
             x: one value (or row of trailing dimensions) for each position of the origin; [B, ...] for "sequence".
             of: "token": x at t belongs to token t (advantages, rewards, a rollout engine's log-probs), and goes where
                 that token is the label, as `loss_mask` does. "prediction": x at t belongs to the prediction made at
-                t (what `unpack` returned), and stays at t. "sequence": one value for each sequence, spread over its tokens.
+                t (what `unpack` returned), and stays at t. "sequence": one value for each sequence, spread over its
+                tokens.
             fill: what stands where no value belongs.
         """
         self._whole("pack")
