@@ -22,7 +22,7 @@ IMPORT_ALL = """
 import importlib, pkgutil, sys
 package = importlib.import_module(sys.argv[1] if len(sys.argv) > 1 else {name!r})
 for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-    if not module.name.endswith("__main__") and not module.name.startswith("logitless.testing"):
+    if not module.name.endswith("__main__") and module.name != "logitless.testing.conformance":  # that wants pytest
         importlib.import_module(module.name)
 print(package.__version__, importlib.metadata.version({dist!r}))
 """
@@ -78,12 +78,6 @@ def test_every_module_imports(package: str, python_in: Python) -> None:
     name = PACKAGES[package]
     stated, installed = python_in(package, IMPORT_ALL.format(name=name, dist=name.replace("_", "-"))).split()
     assert stated == installed
-
-
-def test_testing_kit_names_its_extra(run_in: Callable[..., Any]) -> None:
-    done = run_in("core", "python", "-c", "import logitless.testing")
-    if done.returncode:  # importing it without pytest may work; if not, it must say what to type
-        assert "pip install 'logitless[testing]'" in done.stderr.replace('"', "'"), done.stderr
 
 
 def test_core_alone_names_the_backend_to_install(python_in: Python) -> None:
