@@ -231,8 +231,8 @@ def make_call(
     check_call(hidden, head, labels, temperature, ignore_index, keep_bytes, workspace_bytes, size)
     weight, device_type = head.weight, hidden.device.type
     if torch.is_autocast_enabled(device_type):
-        dtype = torch.get_autocast_dtype(device_type)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
+        dtype = torch.get_autocast_dtype(device_type)  # which leaves float64 alone, as for torch's own functions
+        hidden, weight = (x if x.dtype == torch.float64 else x.to(dtype) for x in (hidden, weight))
     n_tokens = math.prod(labels.shape)
     lora_u, lora_b = _single_pair(head, n_tokens)
     trained = (hidden, weight, head.bias, lora_u, lora_b)

@@ -144,7 +144,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def _backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    inputs, made = ctx.saved_tensors[:7], ctx.saved_tensors[7:]
+    saved = ctx.saved_tensors  # once: activation checkpointing recomputes at the first look, and forbids a second
+    inputs, made = saved[:7], saved[7:]
     unfound = (None,) * (_SIZE + 3 - 5)
     if grad_log_probs is None and grad_entropy is None:
         return (None,) * 5 + unfound
@@ -152,6 +153,8 @@ def _backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | No
         grad_log_probs = torch.zeros_like(made[0][0])
     needs = list(ctx.needs_input_grad[:5])
     if ctx.grad_buffer is not None:
+        if torch.is_grad_enabled():  # a graph of this backward is being made, and the buffer cannot take part
+            _no_double_backward(ctx)
         needs[1] = True
         call = Call(*inputs, *ctx.numbers)
         found = _gradients(call, Made(*made), grad_log_probs, grad_entropy, needs, ctx.grad_buffer)

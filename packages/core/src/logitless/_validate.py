@@ -36,7 +36,7 @@ def _shape(name: str, value: Tensor, expected: tuple[int, ...], why: str) -> Non
 def _positive(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise InputTypeError(f"{name}: got {type(value).__qualname__}, expected a positive number")
-    if not (math.isfinite(value) and float(value) > 0):
+    if not 0 < float(value) < math.inf:
         raise InvalidInputError(f"{name}: got {value}, expected a positive finite number")
 
 
@@ -59,7 +59,7 @@ def _check_head(head: LMHead, device: torch.device, hidden_size: int, leading: t
         _shape("head.bias", _tensor("head.bias", head.bias, device, FLOATS), (rows,), "one for each vocab row")
     if isinstance(head.scale, bool) or not isinstance(head.scale, Real):
         raise InputTypeError(f"head.scale: got {type(head.scale).__qualname__}, expected a number")
-    if not math.isfinite(head.scale):
+    if not -math.inf < head.scale < math.inf:  # math.isfinite cannot be traced where a float is symbolic
         raise InvalidInputError(f"head.scale: got {head.scale}, expected a finite number")
     if head.softcap is not None:
         _positive("head.softcap", head.softcap)
