@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,7 +47,7 @@ class Transform:
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Whatever runs within leaves random states, buffers, modes and `requires_grad` as they were, to the bit."""
-    devices = {tensor.device for tensor in model.parameters() if tensor.device.type == "cuda"}
+    device_types = {"cpu"} | {parameter.device.type for parameter in model.parameters()} - {"meta"}
     modes = [(module, module.training) for module in model.modules()]
     buffers = [
         (module, name, buffer, None if buffer is None else buffer.detach().clone())
@@ -55,13 +55,13 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         for name, buffer in module._buffers.items()
     ]
     python_state = random.getstate()
-    device_type = next(model.parameters()).device.type
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     try:
-        with (
-            torch.random.fork_rng(devices=sorted(device.index or 0 for device in devices)),
-            torch.autocast(device_type, enabled=False),
-            torch.inference_mode(False),
-        ):
+        with ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng(devices=gpus))
+            stack.enter_context(torch.inference_mode(False))
+            for device_type in device_types:
+                stack.enter_context(torch.autocast(device_type, enabled=False))
             yield
     finally:
         random.setstate(python_state)
