@@ -19,10 +19,11 @@ PACKAGES = {
 each_package = pytest.mark.parametrize("package", PACKAGES)
 
 IMPORT_ALL = """
-import importlib, pkgutil, sys
-package = importlib.import_module(sys.argv[1] if len(sys.argv) > 1 else {name!r})
+import importlib, pkgutil
+package = importlib.import_module({name!r})
+wants_pytest = ("logitless.testing.conformance", "logitless.testing._")
 for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-    if not module.name.endswith("__main__") and "conformance" not in module.name:  # wants pytest
+    if not module.name.endswith("__main__") and not module.name.startswith(wants_pytest):
         importlib.import_module(module.name)
 print(package.__version__, importlib.metadata.version({dist!r}))
 """
