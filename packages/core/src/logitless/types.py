@@ -12,6 +12,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from logitless.packing import PackedBatch
+
 __all__ = [
     "PROTOCOL",
     "Adapter",
@@ -53,7 +55,10 @@ class CausalLMOutputForPPO(Protocol):
     @property
     def loss(self) -> Tensor | None: ...
     @property
-    def logits(self) -> None: ...
+    def logits(self) -> Any:
+        """None, always: they are never held."""
+        ...
+
     @property
     def past_key_values(self) -> Any: ...
     @property
@@ -220,7 +225,7 @@ class ForwardFn(Protocol):
 
     def __call__(
         self,
-        batch: Any,
+        batch: PackedBatch,
         *,
         temperature: Tensor | float = 1.0,
         entropy: bool = True,
