@@ -55,7 +55,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         for name, buffer in module._buffers.items()
     ]
     python_state = random.getstate()
-    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
     try:
         with ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng(devices=gpus))
