@@ -59,8 +59,8 @@ def shard_index(
                 f"pack with align={2 * size}"
             )
     row_P, offset_P = ramp([length // size for length in padded_lengths], device)
-    chunk_P = torch.tensor([length // (2 * size) for length in padded_lengths], device=device)[row_P]
-    begin_P = torch.tensor(cumulated(padded_lengths)[:-1], device=device)[row_P]
+    chunk_P = torch.tensor([length // (2 * size) for length in padded_lengths], dtype=torch.int64, device=device)[row_P]
+    begin_P = torch.tensor(cumulated(padded_lengths)[:-1], dtype=torch.int64, device=device)[row_P]
     late_P = offset_P >= chunk_P
     return begin_P + offset_P + torch.where(late_P, (2 * size - 2 - rank) * chunk_P, rank * chunk_P)
 

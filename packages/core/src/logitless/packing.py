@@ -445,9 +445,9 @@ def _build(
     if position_M is None:
         position_ids = offset_T
     else:  # through the padding, count on from the last true position
-        last_T = torch.tensor([max(length - 1, 0) for length in lengths], device=device)[row_T]
+        last_T = torch.tensor([max(length - 1, 0) for length in lengths], dtype=torch.int64, device=device)[row_T]
         true_T = torch.minimum(offset_T, last_T)
-        begins = torch.tensor(cumulated(lengths)[:-1], device=device)[row_T]
+        begins = torch.tensor(cumulated(lengths)[:-1], dtype=torch.int64, device=device)[row_T]
         position_ids = position_M.index_select(-1, begins + true_T) + (offset_T - true_T)
     return PackedBatch(
         input_ids=ids_M.new_zeros(total).index_copy(0, place_M, ids_M),
