@@ -1,0 +1,266 @@
+"""The single pass equals two passes and plain torch from full logits: loss, scores and every gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from logitless import LMHead, TokenLogProbs, linear_log_probs, linear_policy_loss, losses, reference
+from logitless.errors import InputTypeError, InvalidInputError, UnsupportedError
+
+N, D, V, R = 61, 12, 97, 3
+LossFn = Callable[[TokenLogProbs, Tensor], Tensor]
+
+
+def make(dtype: torch.dtype = torch.float64, ignored: bool = True) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    g = torch.Generator().manual_seed(0)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype).requires_grad_()
+
+    labels = torch.randint(V - 5, (N,), generator=g)
+    if ignored:
+        labels[torch.rand(N, generator=g) < 0.4] = -100
+    temperature = torch.rand(N, generator=g, dtype=torch.float64) + 0.5
+    tensors = {"hidden": randn(N, D), "weight": randn(V, D), "bias": randn(V), "u": randn(N, R), "b": randn(V, R)}
+    return tensors, labels, temperature
+
+
+def head_of(tensors: dict[str, Tensor], **extra: Any) -> LMHead:
+    lora = ((tensors["u"], tensors["b"]),)
+    return LMHead(tensors["weight"], tensors["bias"], 0.8, 6.0, vocab_size=V - 5, lora=lora, **extra)
+
+
+def policy(labels: Tensor) -> LossFn:
+    g = torch.Generator().manual_seed(1)
+    advantages = torch.randn(N, generator=g)
+    old = torch.randn(N, generator=g) - 5
+    count = int((labels != -100).sum())
+
+    def loss_fn(scores: TokenLogProbs, index: Tensor) -> Tensor:
+        assert scores.entropy is not None
+        loss = losses.grpo(scores.log_probs, old[index], advantages[index], old[index] + 0.1, beta=0.1)
+        return (loss + losses.entropy_bonus(scores.entropy, 0.05)) / count
+
+    return loss_fn
+
+
+def live(out: TokenLogProbs, labels: Tensor) -> tuple[TokenLogProbs, Tensor]:
+    index = (labels != -100).nonzero().squeeze(1)
+    assert out.entropy is not None
+    return TokenLogProbs(out.log_probs[index], out.entropy[index]), index
+
+
+@pytest.mark.parametrize("workspace_bytes", [1 << 29, 60_000, 4_000], ids=["one-chunk", "chunks", "recomputed"])
+def test_equals_plain_torch_from_full_logits(workspace_bytes: int) -> None:
+    tensors, labels, temperature = make()
+    loss_fn = policy(labels)
+    plain = reference.linear_log_probs(tensors["hidden"], head_of(tensors), labels, temperature=temperature)
+    expected = loss_fn(*live(plain, labels)).sum()
+    expected_grads = torch.autograd.grad(expected, list(tensors.values()))
+    loss, out = linear_policy_loss(
+        tensors["hidden"],
+        head_of(tensors),
+        labels,
+        loss_fn,
+        temperature=temperature,
+        workspace_bytes=workspace_bytes,
+    )
+    torch.testing.assert_close(loss, expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(out.log_probs, plain.log_probs.detach(), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(out.entropy, plain.entropy, rtol=1e-10, atol=1e-12)
+    assert not out.log_probs.requires_grad
+    for got, wanted in zip(torch.autograd.grad(loss, list(tensors.values())), expected_grads, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("workspace_bytes", [1 << 29, 60_000, 4_000], ids=["one-chunk", "chunks", "recomputed"])
+def test_has_the_bits_of_two_passes(dtype: torch.dtype, workspace_bytes: int) -> None:
+    """So the first PPO ratio is exactly 1, whichever way each of the two policies was scored."""
+    tensors, labels, temperature = make(dtype)
+    options: dict[str, Any] = {"temperature": temperature, "workspace_bytes": workspace_bytes}
+    with torch.no_grad():
+        old = linear_log_probs(tensors["hidden"], head_of(tensors), labels, entropy=False, **options).log_probs
+    _, out = linear_policy_loss(tensors["hidden"], head_of(tensors), labels, policy(labels), **options)
+    assert torch.equal(out.log_probs, old)
+    ratios: list[Tensor] = []
+
+    def loss_fn(scores: TokenLogProbs, index: Tensor) -> Tensor:
+        ratios.append((scores.log_probs - old[index]).exp())
+        return -ratios[-1]
+
+    linear_policy_loss(tensors["hidden"], head_of(tensors), labels, loss_fn, **options)
+    assert torch.equal(torch.cat(ratios), torch.ones(int((labels != -100).sum())))
+
+
+def test_loss_fn_sees_live_tokens_only_and_their_places() -> None:
+    tensors, labels, _ = make()
+    seen: list[Tensor] = []
+
+    def loss_fn(scores: TokenLogProbs, index: Tensor) -> Tensor:
+        seen.append(index)
+        assert scores.log_probs.shape == index.shape
+        return scores.log_probs
+
+    shaped = tensors["hidden"].view(1, N, D), labels.view(1, N)
+    linear_policy_loss(shaped[0], tensors["weight"], shaped[1], loss_fn, workspace_bytes=4_000)
+    assert len(seen) > 1
+    assert torch.equal(torch.cat(seen), (labels != -100).nonzero().squeeze(1))
+
+
+def test_without_validation_ignored_tokens_count_for_nothing() -> None:
+    """Nothing is compacted: the loss sees 0.0 there, and what it makes of it is dropped, NaN included."""
+    tensors, labels, _ = make()
+    with torch.no_grad():
+        tensors["hidden"][labels == -100] = float("nan")
+
+    def loss_fn(scores: TokenLogProbs, index: Tensor) -> Tensor:
+        assert scores.entropy is not None
+        return scores.log_probs.abs().log() + scores.entropy  # at a score of 0: -inf, with an infinite gradient
+
+    found = []
+    for validate in (True, False):
+        loss, out = linear_policy_loss(tensors["hidden"], tensors["weight"], labels, loss_fn, validate=validate)
+        found.append((loss.detach(), out.log_probs, *torch.autograd.grad(loss, (tensors["hidden"], tensors["weight"]))))
+    assert all(x.isfinite().all() for x in found[0])
+    torch.testing.assert_close(found[0], found[1], rtol=1e-10, atol=1e-12)
+
+
+def test_entropy_options() -> None:
+    tensors, labels, _ = make()
+    hidden, weight = tensors["hidden"], tensors["weight"]
+
+    def of_entropy(scores: TokenLogProbs, index: Tensor) -> Tensor:
+        assert scores.entropy is not None
+        return scores.log_probs + 3.0 * scores.entropy
+
+    loss, _ = linear_policy_loss(hidden, weight, labels, of_entropy, entropy_grad=False)
+    got = torch.autograd.grad(loss, (hidden, weight))
+    out = linear_log_probs(hidden, weight, labels)
+    assert out.entropy is not None
+    torch.testing.assert_close(loss, out.log_probs.sum() + 3.0 * out.entropy.sum())
+    torch.testing.assert_close(got, torch.autograd.grad(out.log_probs.sum(), (hidden, weight)), rtol=1e-10, atol=1e-12)
+
+    def without(scores: TokenLogProbs, index: Tensor) -> Tensor:
+        assert scores.entropy is None
+        return scores.log_probs
+
+    _, scores = linear_policy_loss(hidden, weight, labels, without, entropy=False)
+    assert scores.entropy is None
+
+
+def test_no_grad_makes_no_gradients() -> None:
+    tensors, labels, _ = make()
+
+    def loss_fn(scores: TokenLogProbs, index: Tensor) -> Tensor:
+        assert not scores.log_probs.requires_grad
+        return scores.log_probs
+
+    with torch.no_grad():
+        loss, out = linear_policy_loss(tensors["hidden"], tensors["weight"], labels, loss_fn)
+    assert not loss.requires_grad
+    torch.testing.assert_close(loss, out.log_probs.sum())
+
+
+def test_upstream_gradient_scales_and_absent_gradients_are_none() -> None:
+    tensors, labels, _ = make()
+    weight = tensors["weight"].detach()
+    loss, _ = linear_policy_loss(tensors["hidden"], weight, labels, lambda s, i: s.log_probs)
+    (3.0 * loss).backward()
+    expected = torch.autograd.grad(
+        linear_log_probs(tensors["hidden"], weight, labels).log_probs.sum(), tensors["hidden"]
+    )[0]
+    torch.testing.assert_close(tensors["hidden"].grad, 3.0 * expected, rtol=1e-12, atol=1e-12)
+    assert weight.grad is None
+
+
+def test_grad_buffer_is_filled_in_the_forward() -> None:
+    tensors, labels, temperature = make(torch.bfloat16)
+    loss_fn = policy(labels)
+    plain, _ = linear_policy_loss(tensors["hidden"], head_of(tensors), labels, loss_fn, temperature=temperature)
+    expected = torch.autograd.grad(plain, list(tensors.values()))
+    buffer = torch.full((V, D), 2.0)
+    head = head_of(tensors, grad_buffer=buffer)
+    loss, _ = linear_policy_loss(tensors["hidden"], head, labels, loss_fn, temperature=temperature)
+    torch.testing.assert_close((buffer - 2.0).bfloat16(), expected[1], rtol=0.02, atol=2e-4)
+    loss.backward()
+    assert tensors["weight"].grad is None
+    torch.testing.assert_close(tensors["hidden"].grad, expected[0])
+    again, _ = linear_policy_loss(tensors["hidden"], head, labels, loss_fn, temperature=temperature)
+    with pytest.raises(InvalidInputError, match=r"upstream gradient of 2\.0 with grad_buffer, expected 1"):
+        (2 * again).backward()
+
+
+def test_second_backward_is_refused() -> None:
+    tensors, labels, _ = make()
+    loss, _ = linear_policy_loss(tensors["hidden"], tensors["weight"], labels, lambda s, i: s.log_probs)
+    loss.backward(retain_graph=True)
+    with pytest.raises(UnsupportedError, match="second backward"):
+        loss.backward()
+
+
+def test_nothing_to_score_gives_zero_with_zero_gradients() -> None:
+    tensors, labels, _ = make()
+
+    def never(scores: TokenLogProbs, index: Tensor) -> Tensor:
+        raise AssertionError("no token is live")
+
+    for hidden, target in ((tensors["hidden"], torch.full_like(labels, -100)), (tensors["hidden"][:0], labels[:0])):
+        loss, out = linear_policy_loss(hidden, tensors["weight"], target, never)
+        assert float(loss) == 0.0
+        assert not out.log_probs.any()
+        grads = torch.autograd.grad(loss, (tensors["hidden"], tensors["weight"]), allow_unused=True)
+        assert all(grad is not None and not grad.any() for grad in grads)
+
+
+class Foreign:
+    value = torch.ones((), requires_grad=True)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "error", "message"),
+    [
+        (None, InputTypeError, "loss_fn: got NoneType, expected a function"),
+        (lambda s, i: 1.0, InputTypeError, "loss_fn: returned float, expected a float tensor"),
+        (lambda s, i: i, InputTypeError, "loss_fn: returned torch.int64"),
+        (lambda s, i: s.log_probs.mean(), InvalidInputError, "loss_fn: returned shape (), expected"),
+        (lambda s, i: s.log_probs[:, None], InvalidInputError, "divide by the global token count inside"),
+        (lambda s, i: s.log_probs * Foreign.value, InvalidInputError, "depends on another tensor that requires grad"),
+        (lambda s, i: s.log_probs + (2 * Foreign.value).exp(), InvalidInputError, "detach that tensor"),
+    ],
+)
+def test_bad_loss_fns(loss_fn: Any, error: type[Exception], message: str) -> None:
+    tensors, labels, _ = make()
+    with pytest.raises(error) as raised:
+        linear_policy_loss(tensors["hidden"], tensors["weight"], labels, loss_fn)
+    assert message in str(raised.value)
+
+
+def test_a_constant_loss_has_zero_gradients() -> None:
+    tensors, labels, _ = make()
+    loss, _ = linear_policy_loss(
+        tensors["hidden"], tensors["weight"], labels, lambda s, i: torch.ones(len(i), dtype=torch.float64)
+    )
+    assert float(loss) == int((labels != -100).sum())
+    assert not torch.autograd.grad(loss, tensors["hidden"])[0].any()
+
+
+def test_breaks_a_compiled_graph_once() -> None:
+    from torch._dynamo.testing import CompileCounter
+
+    tensors, labels, _ = make(torch.float32)
+
+    def step(hidden: Tensor, weight: Tensor) -> Tensor:
+        loss, _ = linear_policy_loss(hidden * 2, weight, labels, lambda s, i: -s.log_probs)
+        return loss + 1.0
+
+    counter = CompileCounter()
+    compiled: Any = torch.compile(step, backend=counter)
+    inputs = (tensors["hidden"], tensors["weight"])
+    assert torch.equal(compiled(*inputs), step(*inputs))
+    assert counter.frame_count == 2
