@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+
 from logitless import LMHead, reference
 from logitless.testing import Case, cases
 

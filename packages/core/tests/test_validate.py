@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+
 from logitless import LMHead, linear_log_probs
 from logitless.errors import InputTypeError, InvalidInputError, LogitlessError
 
@@ -19,7 +19,7 @@ PAIR = (torch.zeros(N, 2), torch.zeros(V, 2))
 
 # what to change: arguments of the call, or `head`; and the words that the message must hold
 TYPES: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "hidden-array": ({"hidden": np.zeros((N, D))}, ["hidden: got ndarray", "expected a tensor [..., D]"]),
+    "hidden-list": ({"hidden": [[0.0] * D] * N}, ["hidden: got list", "expected a tensor [..., D]"]),
     "hidden-int": ({"hidden": torch.zeros(N, D).long()}, ["hidden: got dtype torch.int64", "float16"]),
     "head-module": ({"head": torch.nn.Linear(D, V)}, ["head: got Linear", "a [V, D] tensor or a logitless.LMHead"]),
     "weight-list": ({"head": LMHead([[0.0] * D])}, ["head.weight: got list", "expected a tensor"]),

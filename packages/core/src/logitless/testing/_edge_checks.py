@@ -163,7 +163,7 @@ class EdgeChecks(ConformanceChecks):
         tokens, vocab, hidden_size = 400, 1000, 64
         example = self.example(dtype, tokens, vocab=vocab, hidden_size=hidden_size, std=1.0, ignored=False, seed=3)
         rows = example.head.weight[example.labels].double()
-        height = torch.linspace(6.0, 17.0, tokens, dtype=torch.float64, device=self.device).unsqueeze(1)
+        height = torch.linspace(6.0, 20.0, tokens, dtype=torch.float64, device=self.device).unsqueeze(1)
         hidden = (height * rows / rows.square().sum(1, keepdim=True)).to(dtype)
         example = replace(example, hidden=hidden)
         truth = example.truth().scores.log_probs.detach()

@@ -133,7 +133,7 @@ def _guard(example: Example, name: str) -> float:
     return 2 * torch.finfo(wide).eps * float(upstream) * abs(example.head.scale) / coldest * size
 
 
-def _bounds(example: Example, truth: Results, got: Mapping[str, Tensor | None]) -> dict[str, float]:
+def _bounds(example: Example, truth: Results, got: Mapping[str, Tensor]) -> dict[str, float]:
     """Allowed L2 error of each gradient, before the caller's factor."""
     exact = truth.gradients
     if example.dtype == torch.float64:
@@ -143,9 +143,9 @@ def _bounds(example: Example, truth: Results, got: Mapping[str, Tensor | None]) 
         return {name: FLOAT32_FACTOR * float((_of(own, name).double() - _of(exact, name)).norm()) for name in exact}
     bounds = {}
     for name, grad in floor_gradients(example).items():
-        result = got[name]
-        rounded = grad if result is None else grad.to(result.dtype).double()
-        bounds[name] = FLOOR_FACTOR * float((rounded - _of(exact, name)).norm())
+        if name in got:
+            rounded = grad.to(got[name].dtype).double()
+            bounds[name] = FLOOR_FACTOR * float((rounded - _of(exact, name)).norm())
     return bounds
 
 
@@ -172,19 +172,18 @@ def check_gradients(
         factors: what to allow in place of 1.1 floors, by leaf (1.3 for d_weight without an entropy gradient).
         dtypes: expected dtypes that are not the input's, by leaf (float32 for a `grad_buffer`).
     """
+    given = {name: grad for name, grad in got.items() if grad is not None}
+    for name, leaf in example.leaves().items():
+        dtype = (dtypes or {}).get(name, leaf.dtype)
+        if name in given and (given[name].dtype != dtype or given[name].shape != leaf.shape):
+            raise AssertionError(
+                f"d_{name}: got {given[name].dtype} {tuple(given[name].shape)}, expected {dtype} {tuple(leaf.shape)}"
+            )
     truth = truth or example.truth()
-    bounds = _bounds(example, truth, got)
+    bounds = _bounds(example, truth, given)
     wide = torch.finfo(torch.promote_types(example.dtype, torch.float32))
     logits = wide.eps * float(_largest_logit(example).amax()) if example.labels.numel() else 0.0
-    for name, leaf in example.leaves().items():
-        grad = got[name]
-        if grad is None:
-            continue
-        dtype = (dtypes or {}).get(name, leaf.dtype)
-        if grad.dtype != dtype or grad.shape != leaf.shape:
-            raise AssertionError(
-                f"d_{name}: got {grad.dtype} {tuple(grad.shape)}, expected {dtype} {tuple(leaf.shape)}"
-            )
+    for name, grad in given.items():
         exact = _of(truth.gradients, name)
         error, size = float((grad.detach().double() - exact).norm()), float(exact.norm())
         # On a handful of numbers a floor may be small by luck: rounding logits and result once is always allowed.
