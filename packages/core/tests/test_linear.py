@@ -43,8 +43,8 @@ class Keeps(ReferenceBackend):
     def kept_shape(self, request: Request, keep_bytes: int) -> tuple[int, ...]:
         return (min(keep_bytes, request.n_tokens),)
 
-    def forward(self, problem: Problem, *, entropy: bool, kept_shape: tuple[int, ...]) -> Forwarded:
-        out = super().forward(problem, entropy=entropy, kept_shape=kept_shape)
+    def forward(self, problem: Problem, *, entropy: bool, entropy_grad: bool, kept_shape: tuple[int, ...]) -> Forwarded:
+        out = super().forward(problem, entropy=entropy, entropy_grad=entropy_grad, kept_shape=kept_shape)
         return replace(out, kept=out.kept.fill_(7))
 
     def backward(self, problem: Problem, stats: torch.Tensor, kept: torch.Tensor, *rest: Any) -> Gradients:
@@ -130,7 +130,7 @@ def op_arguments(example: Example, backend: str, keep_bytes: int) -> tuple[Any, 
     temperature = example.temperature if isinstance(example.temperature, torch.Tensor) else None
     numbers = (1.0, head.scale, head.softcap, 0, head.vocab_size or len(head.weight), -100, 1 << 20, True)
     call = (example.hidden, head.weight, head.bias, u, b, example.labels, temperature, *numbers, backend, "", True)
-    return (*call, True, keep_bytes, None)
+    return (*call, True, True, keep_bytes, None)
 
 
 @each_option
@@ -343,9 +343,11 @@ def test_nothing_is_kept_where_nothing_is_differentiated() -> None:
     class Counts(ReferenceBackend):
         name = "counts"
 
-        def forward(self, problem: Problem, *, entropy: bool, kept_shape: tuple[int, ...]) -> Forwarded:
+        def forward(
+            self, problem: Problem, *, entropy: bool, entropy_grad: bool, kept_shape: tuple[int, ...]
+        ) -> Forwarded:
             seen.append(kept_shape)
-            return super().forward(problem, entropy=entropy, kept_shape=kept_shape)
+            return super().forward(problem, entropy=entropy, entropy_grad=entropy_grad, kept_shape=kept_shape)
 
     with installed(Counts(), alone=True), torch.no_grad():
         small().fresh().score(keep_bytes=100)

@@ -45,8 +45,12 @@ def forward(change: Callable[[Problem, Forwarded], Forwarded]) -> type[Broken]:
     class Defect(Broken):
         kept = 8
 
-        def forward(self, problem: Problem, *, entropy: bool, kept_shape: tuple[int, ...]) -> Forwarded:
-            return change(problem, super().forward(problem, entropy=entropy, kept_shape=kept_shape))
+        def forward(
+            self, problem: Problem, *, entropy: bool, entropy_grad: bool, kept_shape: tuple[int, ...]
+        ) -> Forwarded:
+            return change(
+                problem, super().forward(problem, entropy=entropy, entropy_grad=entropy_grad, kept_shape=kept_shape)
+            )
 
     return Defect
 
@@ -130,8 +134,8 @@ class OtherBitsInASinglePass(Broken):
 
 
 class DependsOnTheEntropy(Broken):
-    def forward(self, problem: Problem, *, entropy: bool, kept_shape: tuple[int, ...]) -> Forwarded:
-        out = super().forward(problem, entropy=entropy, kept_shape=kept_shape)
+    def forward(self, problem: Problem, *, entropy: bool, entropy_grad: bool, kept_shape: tuple[int, ...]) -> Forwarded:
+        out = super().forward(problem, entropy=entropy, entropy_grad=entropy_grad, kept_shape=kept_shape)
         return out if entropy else replace(out, log_probs=out.log_probs * (1 - 2e-7))
 
 

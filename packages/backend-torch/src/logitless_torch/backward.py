@@ -38,7 +38,7 @@ def _upstream(
     plan: TilePlan, rows: Rows, span: slice, stats: Tensor, grads: Grads, dz_scale: Tensor | None
 ) -> Upstream:
     """A block's entries, with 1/T and the scale folded into the gradients, so that dz is with respect to h·W."""
-    normalizer, log_sum, entropy = stats[:, span].unsqueeze(-1)
+    normalizer, log_sum, entropy, _ = stats[:, span].unsqueeze(-1)
     factor = rows.inverse_temperature * plan.problem.scale
     if dz_scale is not None:
         factor = dz_scale * factor
@@ -184,7 +184,7 @@ def _spread(sums: Tensor | None, like: Tensor | None, live: Tensor | None) -> Te
 
 
 def backward_pass(plan: TilePlan, tokens: range, stats: Tensor, kept: Tensor, grads: Grads, sums: Sums) -> None:
-    """Add a range of m live tokens' gradients to the sums; stats [3, m] and upstream gradients [m] are theirs."""
+    """Add a range of m live tokens' gradients to the sums; stats [4, m] and upstream gradients [m] are theirs."""
     sums.begin_pass(tokens, grads)
     tiles = KeptTiles(plan, kept)
     for columns in plan.each_columns():

@@ -118,7 +118,7 @@ class KeptTiles:
 
 
 def forward_pass(plan: TilePlan, tokens: range, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """log_prob [m], entropy [m] and the backward's statistics [3, m] of a range of m live tokens; fills `kept`."""
+    """log_prob [m], entropy [m] and the backward's statistics [4, m] of a range of m live tokens; fills `kept`."""
     problem = plan.problem
     running = Statistics.empty(len(tokens), problem.hidden, plan.dtype)
     tiles = KeptTiles(plan, kept)
@@ -131,10 +131,10 @@ def forward_pass(plan: TilePlan, tokens: range, kept: Tensor) -> tuple[Tensor, T
     if problem.group is not None:
         running = running.across(problem.group)
     log_prob, log_sum, entropy = running.finish(problem.vocab_size)
-    return log_prob, entropy, torch.stack((running.max, log_sum, entropy))
+    return log_prob, entropy, torch.stack((running.max, log_sum, entropy, log_prob))
 
 
-def forward(problem: Problem, *, entropy: bool, kept_shape: tuple[int, ...]) -> Forwarded:
+def forward(problem: Problem, *, entropy: bool, entropy_grad: bool, kept_shape: tuple[int, ...]) -> Forwarded:
     """Scores of the live tokens; keeps the logits of as many leading tiles as fit in `kept_shape`."""
     plan = TilePlan(problem)
     kept = problem.hidden.new_zeros(kept_shape, dtype=torch.uint8)

@@ -65,7 +65,7 @@ class Call:
     def accumulation_dtype(self) -> torch.dtype:
         return torch.promote_types(torch.promote_types(self.hidden.dtype, self.weight.dtype), torch.float32)
 
-    def request(self, entropy: bool) -> Request:
+    def request(self, entropy: bool, entropy_grad: bool) -> Request:
         return Request(
             device=self.hidden.device,
             hidden_dtype=self.hidden.dtype,
@@ -78,13 +78,14 @@ class Call:
             lora_rank=0 if self.lora_b is None else self.lora_b.shape[1],
             per_token_temperature=self.temperature is not None,
             entropy=entropy,
+            entropy_grad=entropy_grad,
             workspace_bytes=self.workspace_bytes,
             validate=self.validate,
             group_size=1 if self.process_group is None else self.process_group.size(),
         )
 
-    def kept_shape(self, entropy: bool, keep_bytes: int) -> tuple[int, ...]:
-        return self.plugin.kept_shape(self.request(entropy), keep_bytes) if keep_bytes else (0,)
+    def kept_shape(self, entropy: bool, entropy_grad: bool, keep_bytes: int) -> tuple[int, ...]:
+        return self.plugin.kept_shape(self.request(entropy, entropy_grad), keep_bytes) if keep_bytes else (0,)
 
     @property
     def process_group(self) -> Any:

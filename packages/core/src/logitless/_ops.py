@@ -35,17 +35,18 @@ _SIZE = len(fields(Call))
 @torch.library.custom_op(
     "logitless::linear_log_probs",
     mutates_args=(),
-    schema=f"({_CALL}, bool entropy, SymInt keep_bytes, Tensor? grad_buffer)"
+    schema=f"({_CALL}, bool entropy, bool entropy_grad, SymInt keep_bytes, Tensor? grad_buffer)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def linear_log_probs_op(*args: Any) -> tuple[Tensor, ...]:
-    """(log_probs [N], entropy [N] or [0], stats [3, N], order [N], live_count [] on the host, kept)."""
-    call, (entropy, keep_bytes, _) = Call(*args[:_SIZE]), args[_SIZE:]
+    """(log_probs [N], entropy [N] or [0], stats [4, N], order [N], live_count [] on the host, kept)."""
+    call, (entropy, entropy_grad, keep_bytes, _) = Call(*args[:_SIZE]), args[_SIZE:]
     order, live_count = call.find_live()
     problem = call.problem(order, live_count)
     call.agree(live_count, entropy)
     with plain_arithmetic(call.hidden.device):
-        out = call.plugin.forward(problem, entropy=entropy, kept_shape=call.kept_shape(entropy, keep_bytes))
+        kept_shape = call.kept_shape(entropy, entropy_grad, keep_bytes)
+        out = call.plugin.forward(problem, entropy=entropy, entropy_grad=entropy_grad, kept_shape=kept_shape)
     log_probs, stats = spread(out.log_probs, order), spread(out.stats, order)
     entropies = log_probs.new_empty(0) if out.entropy is None else spread(out.entropy, order)
     if not call.validate:
@@ -55,16 +56,16 @@ def linear_log_probs_op(*args: Any) -> tuple[Tensor, ...]:
 
 @linear_log_probs_op.register_fake
 def _(*args: Any) -> tuple[Tensor, ...]:
-    call, (entropy, keep_bytes, _) = Call(*args[:_SIZE]), args[_SIZE:]
+    call, (entropy, entropy_grad, keep_bytes, _) = Call(*args[:_SIZE]), args[_SIZE:]
     n_tokens = call.labels.shape[0]
     log_probs = call.hidden.new_empty(n_tokens, dtype=call.accumulation_dtype)
     return (
         log_probs,
         log_probs.new_empty(n_tokens if entropy else 0),
-        log_probs.new_empty(3, n_tokens),
+        log_probs.new_empty(4, n_tokens),
         call.labels.new_empty(n_tokens),
         torch.empty((), dtype=torch.int64, device="cpu"),
-        call.hidden.new_empty(call.kept_shape(entropy, keep_bytes), dtype=torch.uint8),
+        call.hidden.new_empty(call.kept_shape(entropy, entropy_grad, keep_bytes), dtype=torch.uint8),
     )
 
 
@@ -72,7 +73,7 @@ def _(*args: Any) -> tuple[Tensor, ...]:
 class Made:
     """What the forward made for the backward."""
 
-    stats: Tensor  # [3, N]
+    stats: Tensor  # [4, N]
     order: Tensor  # [N], the live tokens' indices first
     live_count: Tensor  # [] on the host
     kept: Tensor
@@ -136,7 +137,7 @@ _backward_op.register_autograd(_no_double_backward)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    call, (_, _, grad_buffer) = Call(*inputs[:_SIZE]), inputs[_SIZE:]
+    call, grad_buffer = Call(*inputs[:_SIZE]), inputs[-1]
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*call.differentiable, call.labels, call.temperature, *output[2:])
     ctx.numbers = inputs[7:_SIZE]
@@ -146,7 +147,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def _backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None, *_: Any) -> tuple[Any, ...]:
     saved = ctx.saved_tensors  # once: activation checkpointing recomputes at the first look, and forbids a second
     inputs, made = saved[:7], saved[7:]
-    unfound = (None,) * (_SIZE + 3 - 5)
+    unfound = (None,) * (_SIZE + 4 - 5)
     if grad_log_probs is None and grad_entropy is None:
         return (None,) * 5 + unfound
     if grad_log_probs is None:

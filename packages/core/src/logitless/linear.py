@@ -76,7 +76,9 @@ def linear_log_probs(
         backend=backend,
     )
     grad_buffer = head.grad_buffer if isinstance(head, LMHead) else None
-    log_probs, entropies, *_ = linear_log_probs_op(*call.args, entropy, keep_bytes if needs_grad else 0, grad_buffer)
+    entropy_grad = entropy and entropy_grad and needs_grad
+    keep_bytes = keep_bytes if needs_grad else 0
+    log_probs, entropies, *_ = linear_log_probs_op(*call.args, entropy, entropy_grad, keep_bytes, grad_buffer)
     log_probs = log_probs.view(labels.shape)
     if not entropy:
         return TokenLogProbs(log_probs, None)

@@ -131,7 +131,7 @@ class Forwarded:
 
     log_probs: Tensor  # [n] float32, or float64 for float64 inputs
     entropy: Tensor | None  # [n], same dtype
-    stats: Tensor  # [3, n], same dtype; opaque to core
+    stats: Tensor  # [4, n], same dtype; opaque to core
     kept: Tensor  # [kept_shape] uint8; opaque to core
 
 
@@ -198,7 +198,9 @@ class Backend(Protocol):
         """Shape of the uint8 buffer that `forward` returns as `kept`: at most `keep_bytes` elements."""
         ...
 
-    def forward(self, problem: Problem, *, entropy: bool, kept_shape: tuple[int, ...]) -> Forwarded: ...
+    def forward(self, problem: Problem, *, entropy: bool, entropy_grad: bool, kept_shape: tuple[int, ...]) -> Forwarded:
+        """Scores; `entropy_grad=False` says that no gradient of the entropy will come. It changes no bit of them."""
+        ...
 
     def backward(
         self,

@@ -27,13 +27,13 @@ class AcmeBackend:
     def kept_shape(self, request: Request, keep_bytes: int) -> tuple[int, ...]:
         return (0,)
 
-    def forward(self, problem: Problem, *, entropy: bool, kept_shape: tuple[int, ...]) -> Forwarded:
+    def forward(self, problem: Problem, *, entropy: bool, entropy_grad: bool, kept_shape: tuple[int, ...]) -> Forwarded:
         log_p_nV, label_n, _ = _solve(problem)
         log_prob_n = log_p_nV.gather(1, label_n[:, None])[:, 0]
         return Forwarded(
             log_probs=log_prob_n,
             entropy=_entropy(log_p_nV) if entropy else None,
-            stats=log_prob_n.new_zeros(3, len(log_prob_n)),
+            stats=log_prob_n.new_zeros(4, len(log_prob_n)),
             kept=torch.empty(kept_shape, dtype=torch.uint8, device=log_prob_n.device),
         )
 

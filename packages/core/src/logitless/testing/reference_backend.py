@@ -61,7 +61,7 @@ class ReferenceBackend:
         """Nothing is kept."""
         return (0,)
 
-    def forward(self, problem: Problem, *, entropy: bool, kept_shape: tuple[int, ...]) -> Forwarded:
+    def forward(self, problem: Problem, *, entropy: bool, entropy_grad: bool, kept_shape: tuple[int, ...]) -> Forwarded:
         """Scores of the live tokens."""
         hidden, head, labels, temperature = _inputs(problem)
         out = linear_log_probs(hidden, head, labels, temperature=temperature, ignore_index=-1)
@@ -69,7 +69,7 @@ class ReferenceBackend:
         if entropy and out.entropy is not None:
             bounded = out.entropy.clamp(0.0, math.log(problem.vocab_size))
         kept = hidden.new_zeros(kept_shape, dtype=torch.uint8)
-        return Forwarded(out.log_probs, bounded, out.log_probs.new_zeros(3, len(labels)), kept)
+        return Forwarded(out.log_probs, bounded, out.log_probs.new_zeros(4, len(labels)), kept)
 
     def backward(
         self,
@@ -100,7 +100,7 @@ class ReferenceBackend:
         self, problem: Problem, *, entropy: bool, token_loss: TokenLoss, needs: Needs, grad_buffer: Tensor | None
     ) -> PolicyResult:
         """Forward and backward, one after the other, with all live tokens in one chunk."""
-        out = self.forward(problem, entropy=entropy, kept_shape=(0,))
+        out = self.forward(problem, entropy=entropy, entropy_grad=entropy, kept_shape=(0,))
         grads = token_loss(out.log_probs, out.entropy, range(len(out.log_probs)))
         gradients = Gradients()
         if grads is not None:
