@@ -104,6 +104,7 @@ def plot(
 
 
 def main() -> int:
+    """Run all steps; 0 if the scores agree."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=HERE.parent / "demo-output", help="folder for what is made")
     parser.add_argument("--steps", type=int, default=6, help="policy-gradient steps")

@@ -47,6 +47,7 @@ def convert(gguf: Path, checkpoint: Path) -> None:
 
 
 def main() -> None:
+    """Leave the checkpoint in the folder that the command line names."""
     target = Path(sys.argv[1])
     if (target / "config.json").exists():
         return

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import logitless_hf
 
-QUESTIONS, SAMPLES, NEW_TOKENS = 4, 6, 3
+QUESTIONS, SAMPLES, NEW_TOKENS = 4, 5, 3
 TRAINED_LAYERS, LEARNING_RATE = 4, 5e-4
 CLIP, UPDATES = 0.2, 2
 
@@ -65,6 +65,7 @@ def sample(model: Any, tokenizer: Any) -> tuple[dict[str, Tensor], Tensor, Tenso
 
 
 def main() -> None:
+    """Sample, score, reward and update, as often as the command line says."""
     path, output, steps = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else 6
     random.seed(0)
     torch.manual_seed(0)
@@ -96,9 +97,10 @@ def main() -> None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-        rows.append({"step": step, "reward": rewards.mean().item(), "entropy": entropy, "loss": loss.item()})
+        earned = rewards.mean().item()
+        rows.append({"step": step, "reward": earned, "entropy": entropy, "loss": loss.item()})
         print(
-            f"step {step + 1}/{steps}: mean reward {rows[-1]['reward']:.2f}, mean entropy {entropy:.2f} nats",
+            f"step {step + 1}/{steps}: mean reward {earned:.2f}, mean entropy {entropy:.2f} nats",
             flush=True,
         )
     output.write_text(json.dumps(rows))

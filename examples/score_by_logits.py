@@ -36,6 +36,7 @@ def encode(tokenizer: Any, record: dict[str, Any]) -> tuple[list[int], list[int]
 
 @torch.no_grad()
 def main() -> None:
+    """Score the records that the command line names."""
     model_path, records, output, tokens_per_batch = sys.argv[1:]
     tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, local_files_only=True).eval()
