@@ -143,7 +143,7 @@ def test_opcheck(option: str, keep_bytes: int) -> None:
         torch.library.opcheck(linear_log_probs_op, arguments)
         with torch.no_grad():
             _, _, *made = linear_log_probs_op(*arguments)
-        still = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in arguments[:-3])
+        still = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in arguments[:-4])
         needs = [leaf is not None for leaf in still[:5]]
         torch.library.opcheck(
             _backward_op, (*still, *made, example.grad_log_probs, example.grad_entropy, needs), test_utils=SOUND
