@@ -231,7 +231,7 @@ def test_binding_disturbs_nothing(training: bool, make_model: Any, tokens: Tenso
     model.train(training)
     model.transformer.h[0].train(not training)  # a mode of its own
     model.register_buffer("calls", torch.zeros(()))
-    model.register_forward_pre_hook(lambda module, args: module.calls.add_(1) and None)
+    model.register_forward_pre_hook(lambda module, args: module.calls.add_(random.random()) and None)
     model(tokens).logits.sum().backward()
     model.transformer.h[1].requires_grad_(False)
     before = copy.deepcopy(model.state_dict())
@@ -257,6 +257,13 @@ def test_binding_disturbs_nothing(training: bool, make_model: Any, tokens: Tenso
     assert {name: p.requires_grad for name, p in model.named_parameters()} == flags
     assert [module.training for module in model.modules()] == modes
     assert {name: set(module.__dict__) - {"_logitless"} for name, module in model.named_modules()} == keys
+
+
+def test_the_self_check_is_as_strict_under_autocast(make_model: Any) -> None:
+    model = make_model("llama", torch.float32)
+    model.lm_head.register_forward_hook(lambda module, args, out: out * 1.003 if isinstance(out, Tensor) else out)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(UnsupportedError, match="own logits"):
+        bind(model)
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,7 @@ def _examine(model: nn.Module, call: Callable[..., Any]) -> HeadReport:
     except BaseException:
         binding.report = None
         raise
+    binding.report = report
     return report
 
 
