@@ -166,21 +166,24 @@ class Sums:
                 if whole is not None:
                     all_reduce(whole, p.group)
         return Gradients(
-            hidden=_spread(self.hidden, p.hidden, p.live),
+            hidden=_spread(self.hidden, p.hidden, p.live, self.plan.rows),
             weight=None if self.weight is None or self.grad_buffer is not None else self.weight.to(p.weight.dtype),
             bias=None if self.bias is None or p.bias is None else self.bias.to(p.bias.dtype),
-            lora_u=_spread(self.lora_u, p.lora_u, p.live),
+            lora_u=_spread(self.lora_u, p.lora_u, p.live, self.plan.rows),
             lora_b=None if self.lora_b is None or p.lora_b is None else self.lora_b.to(p.lora_b.dtype),
         )
 
 
-def _spread(sums: Tensor | None, like: Tensor | None, live: Tensor | None) -> Tensor | None:
-    """[n, ...] sums to [N, ...] gradients in their input's dtype."""
+def _spread(sums: Tensor | None, like: Tensor | None, live: Tensor | None, rows: int) -> Tensor | None:
+    """[n, ...] sums to [N, ...] gradients in their input's dtype, a block of rows at a time."""
     if sums is None or like is None:
         return None
     if live is None:
         return sums.to(like.dtype)
-    return like.new_zeros(like.shape).index_copy_(0, live, sums.to(like.dtype))
+    grad = like.new_zeros(like.shape)
+    for first in range(0, live.shape[0], rows):
+        grad.index_copy_(0, live[first : first + rows], sums[first : first + rows].to(like.dtype))
+    return grad
 
 
 def backward_pass(plan: TilePlan, tokens: range, stats: Tensor, kept: Tensor, grads: Grads, sums: Sums) -> None:

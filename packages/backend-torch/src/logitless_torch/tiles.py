@@ -9,7 +9,7 @@ rows, r LoRA rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -89,9 +89,10 @@ class TilePlan:
     def _bytes(self, rows: int, columns: int) -> int:
         """Temporary bytes of a tile, at worst: three scratch tiles and a narrow dz, both operands copied, d_weight."""
         width, narrow = self.dtype.itemsize, self.operand.itemsize
-        hidden_size = self.problem.hidden.shape[1]
+        hidden_size, given = self.problem.hidden.shape[1], self.problem.hidden.dtype
+        gathered = given.itemsize if given != self.operand else 0  # live rows are gathered first, and then widened
         tile = rows * columns * (3 * width + (narrow if narrow < width else 0))
-        return tile + rows * hidden_size * narrow + columns * hidden_size * (narrow + width)
+        return tile + rows * hidden_size * (narrow + gathered) + columns * hidden_size * (narrow + width)
 
     @property
     def spare_bytes(self) -> int:
@@ -130,12 +131,15 @@ class TilePlan:
             def take(tensor: Tensor, first: int = first, last: int = last) -> Tensor:
                 return tensor[first:last] if p.live is None else tensor.index_select(0, p.live[first:last])
 
-            hidden_RD = take(p.hidden).to(self.operand)
-            if p.dead is not None:
-                hidden_RD = hidden_RD.masked_fill(take(p.dead).unsqueeze(1), 0.0)
-            lora_u_Rr = None if p.lora_u is None else take(p.lora_u).to(self.dtype)
-            if p.dead is not None and lora_u_Rr is not None:
-                lora_u_Rr = lora_u_Rr.masked_fill(take(p.dead).unsqueeze(1), 0.0)
+            def read(tensor: Tensor, dtype: torch.dtype, take: Callable[[Tensor], Tensor] = take) -> Tensor:
+                block = take(tensor).to(dtype)
+                if p.dead is None:
+                    return block
+                mask_R1 = take(p.dead).unsqueeze(1)
+                return block.masked_fill(mask_R1, 0.0) if dtype == tensor.dtype else block.masked_fill_(mask_R1, 0.0)
+
+            hidden_RD = read(p.hidden, self.operand)
+            lora_u_Rr = None if p.lora_u is None else read(p.lora_u, self.dtype)
             inverse: Tensor | float
             if isinstance(p.temperature, Tensor):
                 inverse = take(p.temperature).to(self.dtype).reciprocal().unsqueeze(1)

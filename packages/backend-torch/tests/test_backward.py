@@ -1,0 +1,165 @@
+"""Gradients: against finite differences, within the workspace, and no work for what is frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import logitless
+from logitless.testing import Example, MemoryTracker, ProductCounter, Results, check_results, random_example
+from logitless.testing.conformance import OPTIONS
+
+TIGHT = 1 << 19
+TOKENS, VOCAB, HIDDEN = 200, 2048, 256  # the logits are three times TIGHT, and so is the weight in float32
+each_option = pytest.mark.parametrize("option", OPTIONS)
+
+
+def function(example: Example, **options: Any) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """The call as a function of its leaves."""
+
+    def call(*leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        out = example.with_leaves(dict(zip(example.leaves(), leaves, strict=True))).score(backend="torch", **options)
+        return (out.log_probs,) if out.entropy is None else (out.log_probs, out.entropy)
+
+    return call
+
+
+@each_option
+@pytest.mark.parametrize("keep_bytes", [0, 400])
+def test_gradcheck(option: str, keep_bytes: int) -> None:
+    settings = dict(OPTIONS[option])
+    if "vocab_size" in settings:
+        settings["vocab_size"] = 11
+    example = random_example(5, vocab=13, hidden_size=4, std=1.0, **settings).fresh()
+    leaves = tuple(example.leaves().values())
+    assert torch.autograd.gradcheck(function(example, keep_bytes=keep_bytes, workspace_bytes=2000), leaves)
+
+
+def test_gradcheck_without_entropy() -> None:
+    example = random_example(5, vocab=13, hidden_size=4, std=1.0).fresh()
+    assert torch.autograd.gradcheck(function(example, entropy=False), tuple(example.leaves().values()))
+
+
+@each_option
+def test_compiled_equals_eager(option: str) -> None:
+    example = random_example(9, vocab=43, hidden_size=8, dtype=torch.float32, **OPTIONS[option] | size_of(option))
+    torch._dynamo.reset()
+    eager = function(example)
+    compiled = torch.compile(eager, fullgraph=True, backend="aot_eager")
+    found = []
+    for run in (eager, compiled):
+        leaves = [leaf.clone().requires_grad_() for leaf in example.leaves().values()]
+        outputs = run(*leaves)
+        found.append([*outputs, *torch.autograd.grad(outputs, leaves, [example.grad_log_probs, example.grad_entropy])])
+    assert all(map(torch.equal, *found))
+
+
+def size_of(option: str) -> dict[str, Any]:
+    return {"vocab_size": 40} if "vocab_size" in OPTIONS[option] else {}
+
+
+def accumulators(example: Example) -> int:
+    """Bytes of every gradient, and of one float32 accumulator for each that is narrower."""
+    wide = torch.promote_types(example.dtype, torch.float32)
+    total = 0
+    for leaf in example.leaves().values():
+        total += leaf.numel() * (leaf.dtype.itemsize + (wide.itemsize if leaf.dtype != wide else 0))
+    return total
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("ignored", ["none", "some-validated", "some-unvalidated"])
+def test_backward_stays_within_its_workspace(dtype: torch.dtype, ignored: str) -> None:
+    example = random_example(
+        TOKENS, vocab=VOCAB, hidden_size=HIDDEN, dtype=dtype, ignored=ignored != "none", bias=True, lora=(2,)
+    ).fresh()
+    options = {"backend": "torch", "workspace_bytes": TIGHT, "validate": ignored != "some-unvalidated"}
+    out = example.score(**options)
+    with MemoryTracker() as tracker:
+        grads = example.pull(out)
+    allowed = accumulators(example) + TIGHT + TOKENS * 8 * 16
+    if ignored == "some-validated" and dtype in (torch.float64, torch.float32):
+        allowed += example.hidden.nbytes + example.head.lora[0][0].nbytes  # sums of live tokens, then spread
+    assert tracker.peak_bytes <= allowed
+    check_results(Results(out, grads), example)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_are_spread_to_live_tokens_within_the_workspace(dtype: torch.dtype) -> None:
+    """Long and narrow: a rounded copy of all sums would be eight times the workspace."""
+    workspace_bytes = 1 << 17
+    example = random_example(2000, vocab=50, hidden_size=HIDDEN, dtype=dtype, ignored=False)
+    example.labels[7] = -100
+    fresh = example.fresh(frozen=("weight",))
+    out = fresh.score(backend="torch", workspace_bytes=workspace_bytes)
+    with MemoryTracker() as tracker:
+        fresh.pull(out)
+    allowed = 2000 * HIDDEN * (4 + dtype.itemsize) + workspace_bytes + 2000 * 8 * 16
+    assert tracker.peak_bytes <= allowed
+
+
+@pytest.mark.parametrize(
+    ("frozen", "products"),
+    [((), 3), (("weight",), 2), (("hidden",), 2), (("hidden", "weight"), 1)],
+    ids=["nothing", "weight", "hidden", "both"],
+)
+def test_products_of_frozen_inputs_are_not_run(frozen: tuple[str, ...], products: int) -> None:
+    """Logits again, d_hidden and d_weight: 2NDV each. With the bias alone left, only the logits."""
+    tokens, vocab, hidden_size = 20, 300, 16
+    example = random_example(
+        tokens, vocab=vocab, hidden_size=hidden_size, dtype=torch.float32, ignored=False, bias=True
+    )
+    fresh = example.fresh(frozen)
+    out = fresh.score(backend="torch")
+    with ProductCounter() as counter, MemoryTracker() as tracker:
+        fresh.pull(out)
+    assert counter.flops == products * 2 * tokens * hidden_size * vocab
+    if "weight" in frozen:
+        assert tracker.largest_bytes < max(vocab * hidden_size, tokens * vocab + 1) * 4
+
+
+def test_kept_logits_are_not_made_again() -> None:
+    tokens, vocab, hidden_size = 20, 300, 16
+    example = random_example(tokens, vocab=vocab, hidden_size=hidden_size, dtype=torch.float32, ignored=False).fresh()
+    out = example.score(backend="torch", keep_bytes=tokens * vocab * 4)
+    with ProductCounter() as counter:
+        example.pull(out)
+    assert counter.flops == 2 * 2 * tokens * hidden_size * vocab
+
+
+def test_work_is_for_live_tokens_only() -> None:
+    tokens, vocab, hidden_size = 20, 300, 16
+    example = random_example(tokens, vocab=vocab, hidden_size=hidden_size, dtype=torch.float32, ignored=False)
+    example.labels[4:] = -100
+    with ProductCounter() as counter:
+        example.run(backend="torch")
+    assert counter.flops == 4 * 2 * 4 * hidden_size * vocab
+
+
+def test_gradient_of_half_inputs_is_summed_in_float32_over_many_tiles() -> None:
+    """d_weight in bf16 sums over 40 blocks of tokens would be 4 floors off."""
+    example = random_example(400, vocab=60, dtype=torch.bfloat16, ignored=False)
+    got = example.run(backend="torch", workspace_bytes=1 << 12)
+    check_results(got, example)
+
+
+def test_float16_keeps_small_gradients() -> None:
+    example = random_example(50, dtype=torch.float16)
+    tiny = replace(example, grad_log_probs=example.grad_log_probs * 1e-4, grad_entropy=example.grad_entropy * 1e-4)
+    check_results(tiny.run(backend="torch"), tiny)
+
+
+def test_activation_checkpointing() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    example = random_example(30, dtype=torch.float32, bias=True)
+    want = example.run(backend="torch")
+    fresh = example.fresh()
+    out = checkpoint(function(fresh), *fresh.leaves().values(), use_reentrant=False)
+    got = fresh.pull(logitless.TokenLogProbs(*out))
+    for name, grad in want.gradients.items():
+        assert torch.equal(grad, got[name])  # type: ignore[arg-type]
