@@ -78,6 +78,71 @@ def test_equals_plain_torch_from_full_logits(workspace_bytes: int) -> None:
         torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-12)
 
 
+def every_loss(name: str) -> LossFn:
+    """Each ready-made loss of one chunk; what belongs to a token is looked up by its index."""
+    g = torch.Generator().manual_seed(2)
+    old, ref, advantages = (torch.randn(N, generator=g, dtype=torch.float64) for _ in range(3))
+    old, ref = old - 5, ref - 5
+    ratio = torch.rand(N, generator=g, dtype=torch.float64) + 0.5
+
+    def entropy(scores: TokenLogProbs) -> Tensor:
+        assert scores.entropy is not None
+        return scores.entropy
+
+    table: dict[str, LossFn] = {
+        "ppo": lambda s, i: losses.ppo_clip(s.log_probs, old[i], advantages[i]),
+        "dapo": lambda s, i: losses.ppo_clip(s.log_probs, old[i], advantages[i], clip_high=0.28),
+        "grpo": lambda s, i: losses.grpo(s.log_probs, old[i], advantages[i], ref[i], beta=0.1),
+        "cispo": lambda s, i: losses.cispo(s.log_probs, old[i], advantages[i]),
+        "gspo token": lambda s, i: losses.gspo_token(s.log_probs, ratio[i], advantages[i], clip_low=0.2, clip_high=0.3),
+        "entropy": lambda s, i: losses.entropy_bonus(entropy(s), 0.01),
+        "k1": lambda s, i: losses.kl_to_reference(s.log_probs, ref[i], "k1"),
+        "k2": lambda s, i: losses.kl_to_reference(s.log_probs, ref[i], "k2"),
+        "k3": lambda s, i: losses.kl_to_reference(s.log_probs, ref[i], "k3"),
+        "importance": lambda s, i: losses.truncated_importance_weights(old[i], ref[i]) * s.log_probs,
+    }
+    return table[name]
+
+
+@pytest.mark.parametrize(
+    "name", ["ppo", "dapo", "grpo", "cispo", "gspo token", "entropy", "k1", "k2", "k3", "importance"]
+)
+def test_each_loss_in_one_pass_and_in_two(name: str) -> None:
+    """Both equal the loss of full logits, values and every gradient."""
+    tensors, labels, temperature = make()
+    loss_fn, leaves = every_loss(name), list(tensors.values())
+    plain = reference.linear_log_probs(tensors["hidden"], head_of(tensors), labels, temperature=temperature)
+    expected = loss_fn(*live(plain, labels)).sum()
+    two = linear_log_probs(tensors["hidden"], head_of(tensors), labels, temperature=temperature, keep_bytes=1 << 14)
+    second = loss_fn(*live(two, labels)).sum()
+    one, _ = linear_policy_loss(
+        tensors["hidden"], head_of(tensors), labels, loss_fn, temperature=temperature, workspace_bytes=60_000
+    )
+    expected_grads = torch.autograd.grad(expected, leaves)
+    for loss in (one, second):
+        torch.testing.assert_close(loss, expected, rtol=1e-10, atol=1e-12)
+        for got, wanted in zip(torch.autograd.grad(loss, leaves), expected_grads, strict=True):
+            torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-11)
+
+
+def test_gspo_by_sequence_in_two_passes() -> None:
+    tensors, labels, _ = make(ignored=False)
+    sequence = torch.arange(N) // 10
+    count = int(sequence[-1]) + 1
+    g = torch.Generator().manual_seed(3)
+    old = torch.randn(N, generator=g, dtype=torch.float64) * 0.1 - 5
+    advantages = torch.randn(count, generator=g, dtype=torch.float64)[sequence]
+    found = []
+    for out in (
+        reference.linear_log_probs(tensors["hidden"], LMHead(tensors["weight"]), labels),
+        linear_log_probs(tensors["hidden"], tensors["weight"], labels, keep_bytes=1 << 20),
+    ):
+        loss = losses.gspo(out.log_probs, old, advantages, sequence, count, clip_low=0.5, clip_high=9.0).mean()
+        found.append((loss.detach(), *torch.autograd.grad(loss, (tensors["hidden"], tensors["weight"]))))
+    assert found[0][1].any()
+    torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("workspace_bytes", [1 << 29, 60_000, 4_000], ids=["one-chunk", "chunks", "recomputed"])
 def test_has_the_bits_of_two_passes(dtype: torch.dtype, workspace_bytes: int) -> None:
@@ -212,7 +277,7 @@ def test_nothing_to_score_gives_zero_with_zero_gradients() -> None:
 
     for hidden, target in ((tensors["hidden"], torch.full_like(labels, -100)), (tensors["hidden"][:0], labels[:0])):
         loss, out = linear_policy_loss(hidden, tensors["weight"], target, never)
-        assert float(loss) == 0.0
+        assert loss.item() == 0.0
         assert not out.log_probs.any()
         grads = torch.autograd.grad(loss, (tensors["hidden"], tensors["weight"]), allow_unused=True)
         assert all(grad is not None and not grad.any() for grad in grads)
@@ -246,7 +311,7 @@ def test_a_constant_loss_has_zero_gradients() -> None:
     loss, _ = linear_policy_loss(
         tensors["hidden"], tensors["weight"], labels, lambda s, i: torch.ones(len(i), dtype=torch.float64)
     )
-    assert float(loss) == int((labels != -100).sum())
+    assert loss.item() == int((labels != -100).sum())
     assert not torch.autograd.grad(loss, tensors["hidden"])[0].any()
 
 
