@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -282,6 +283,32 @@ def test_low_matmul_precision_does_not_leak_in_or_out() -> None:
     finally:
         torch.set_float32_matmul_precision(before)
     assert seen == [("highest", False)] * 2
+
+
+@pytest.mark.parametrize("place", ["mkldnn", "mkldnn.matmul", "cuda.matmul"])
+def test_the_newer_precision_settings_do_not_leak_in_or_out(place: str) -> None:
+    """Beside them torch.get_float32_matmul_precision raises."""
+    seen = []
+
+    class Watches(ReferenceBackend):
+        name = "watches"
+
+        def forward(self, *arguments: Any, **keywords: Any) -> Forwarded:
+            seen.append(backends.mkldnn.matmul.fp32_precision)
+            return super().forward(*arguments, **keywords)
+
+    backends: Any = torch.backends
+    setting = operator.attrgetter(place)(backends)
+    before = setting.fp32_precision
+    setting.fp32_precision = "tf32"
+    try:
+        with installed(Watches(), alone=True):
+            small().run()
+        assert setting.fp32_precision == "tf32"
+    finally:
+        setting.fp32_precision = before
+    assert seen[0] in ("ieee", "none")
+    assert torch.get_float32_matmul_precision() == "highest"
 
 
 def test_precision_is_restored_when_the_backend_raises() -> None:

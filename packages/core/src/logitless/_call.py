@@ -5,8 +5,9 @@ Shape suffixes: N tokens, n live tokens, D hidden size, V vocab rows of this ran
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
@@ -159,16 +160,24 @@ FIELDS = tuple(field.name for field in fields(Call))
 @contextmanager
 def plain_arithmetic(device: torch.device) -> Iterator[None]:
     """Products as the backend wrote them: no autocast of its fp32 sums, no TF32 or bf16 in its fp32 products."""
-    precision = torch.get_float32_matmul_precision()
+    put: Callable[[str], None] = torch.set_float32_matmul_precision
+    plain = "highest"
+    try:
+        precision = torch.get_float32_matmul_precision()
+    except RuntimeError:  # the program uses torch's newer settings, and the older ones raise beside them
+        backends: Any = torch.backends
+        matmul = (backends.cuda if device.type == "cuda" else backends.mkldnn).matmul
+        precision, plain = matmul.fp32_precision, "ieee"
+        put = functools.partial(setattr, matmul, "fp32_precision")
     with torch.autocast(device.type, enabled=False):
-        if precision == "highest":
+        if precision == plain:
             yield
             return
-        torch.set_float32_matmul_precision("highest")
+        put(plain)
         try:
             yield
         finally:
-            torch.set_float32_matmul_precision(precision)
+            put(precision)
 
 
 def spread(values: Tensor, order: Tensor) -> Tensor:
