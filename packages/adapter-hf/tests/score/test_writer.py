@@ -99,13 +99,14 @@ def test_an_interrupted_merge_is_done_again(output: Output, at: str, monkeypatch
 
 def test_a_run_of_another_kind_is_not_gone_on_with(output: Output) -> None:
     output.begin(MANIFEST, overwrite=False)
+    output.write_part(0, [some_row(0)])
     other = {"options": {"temperature": 0.5, "dtype": None}, "input": {"sha256": "bb"}}
     message = 'input.sha256 was "aa" and is now "bb"; options.temperature was 1.0 and is now 0.5'
     with pytest.raises(InvalidInputError, match=message):
         output.begin(other, overwrite=False)
-    output.write_part(0, [some_row(0)])
     output.begin(other, overwrite=True)
     assert not output.has_part(0)
+    output.begin(MANIFEST, overwrite=False)  # a run that failed before its first part stands in nobody's way
 
 
 def test_what_is_there_is_not_touched_unasked(output: Output) -> None:
@@ -118,6 +119,8 @@ def test_what_is_there_is_not_touched_unasked(output: Output) -> None:
     output.begin(MANIFEST, overwrite=True)
     assert output.path.read_text() == "precious"  # until there is something to replace it with
     output.path.unlink()
+    output.refuse_existing(resume=False, overwrite=False)
+    output.write_part(0, [some_row(0)])
     with pytest.raises(InvalidInputError, match=r"unfinished run; give --resume .*--overwrite"):
         output.refuse_existing(resume=False, overwrite=False)
 

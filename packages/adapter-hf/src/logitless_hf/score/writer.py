@@ -64,7 +64,7 @@ class Output:
         """Raise if there is something here that the user has not said what to do with."""
         if resume or overwrite:
             return
-        if self.folder.exists():
+        if self._has_parts():
             raise InvalidInputError(
                 f"--output: {self.folder} holds an unfinished run; give --resume to go on with it, or --overwrite to "
                 "begin anew"
@@ -82,13 +82,13 @@ class Output:
             self._remove_parts()
         try:
             self.folder.mkdir(exist_ok=True)
-            if not self._manifest.exists():
-                if any(self.folder.glob("part-*.jsonl")):
-                    raise InvalidInputError(
-                        f"--resume: {self.folder} holds parts but no manifest.json, so no run can be told; "
-                        "begin anew with --overwrite"
-                    )
+            if not self._has_parts():  # nothing to lose: a run that failed before its first part, or a new one
                 _write_atomically(self._manifest, json.dumps(manifest, indent=2) + "\n")
+            elif not self._manifest.exists():
+                raise InvalidInputError(
+                    f"--resume: {self.folder} holds parts but no manifest.json, so no run can be told; "
+                    "begin anew with --overwrite"
+                )
         except OSError as error:
             raise InvalidInputError(
                 f"--output: {self.path.parent} cannot be written to ({error}); choose another folder"
@@ -168,6 +168,9 @@ class Output:
                         rows, tokens = [], 0
         if rows:
             yield rows
+
+    def _has_parts(self) -> bool:
+        return any(self.folder.glob("part-*.jsonl"))
 
     def _part(self, part: int) -> Path:
         return self.folder / f"part-{part:09d}.jsonl"
