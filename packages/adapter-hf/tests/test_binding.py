@@ -225,19 +225,25 @@ def test_a_meta_model_is_examined_at_its_first_call(make_model: Any, tokens: Ten
     assert inspect_head(model).softcap == 5.0
 
 
-def test_a_meta_model_that_is_not_understood_is_refused_at_its_first_call(make_model: Any, tokens: Tensor) -> None:
+@pytest.mark.parametrize(("fault", "reason"), [("clamp", "neither"), ("hook", "own logits")])
+def test_a_meta_model_that_is_not_understood_is_refused_at_each_call(
+    fault: str, reason: str, make_model: Any, tokens: Tensor
+) -> None:
     model = make_model()
     cls = type(model)
-    clamped = type("Clamped", (cls,), {"forward": lambda self, **call: clamp(cls.forward(self, **call))})
+    if fault == "clamp":
+        cls = type("Clamped", (cls,), {"forward": lambda self, **call: clamp(type(model).forward(self, **call))})
     with torch.device("meta"):
-        meta = clamped(model.config).double().eval()
+        meta = cls(model.config).double().eval()
+    if fault == "hook":
+        meta.lm_head.register_forward_hook(lambda module, args, out: out * 2 if isinstance(out, Tensor) else out)
     bind(meta).to_empty(device="cpu").load_state_dict(model.state_dict())
     for name, buffer in model.named_buffers():
         meta.get_buffer(name).copy_(buffer)
     for _ in range(2):
-        with pytest.raises(UnsupportedError, match="neither"):
+        with pytest.raises(UnsupportedError, match=reason):
             meta(input_ids=tokens, return_log_probs=True)
-    assert type(unbind(meta)) is clamped
+    assert type(unbind(meta)) is cls
 
 
 def clamp(output: Any) -> Any:
