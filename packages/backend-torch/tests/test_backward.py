@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ import torch
 import logitless
 from logitless.testing import Example, MemoryTracker, ProductCounter, Results, check_results, random_example
 from logitless.testing.conformance import OPTIONS
+from logitless_torch.backward import _fp16_scale
 
 TIGHT = 1 << 19
 TOKENS, VOCAB, HIDDEN = 200, 2048, 256  # the logits are three times TIGHT, and so is the weight in float32
@@ -149,8 +150,19 @@ def test_gradient_of_half_inputs_is_summed_in_float32_over_many_tiles() -> None:
 
 def test_float16_keeps_small_gradients() -> None:
     example = random_example(50, dtype=torch.float16)
-    tiny = replace(example, grad_log_probs=example.grad_log_probs * 1e-4, grad_entropy=example.grad_entropy * 1e-4)
+    tiny = example.scale_upstream(1e-4)
     check_results(tiny.run(backend="torch"), tiny)
+
+
+@pytest.mark.parametrize(("size", "exponent"), [(1.0, 8), (1e-6, 27), (3e4, -7), (0.0, 60)])
+@pytest.mark.parametrize("bad", [0.0, float("nan"), float("inf")])
+def test_float16_scale_brings_the_largest_dz_near_256(size: float, exponent: int, bad: float) -> None:
+    """Whatever one token's upstream gradient is: NaN in it must not reach the others."""
+    example = random_example(4, dtype=torch.float16)
+    problem = SimpleNamespace(scale=1.0, temperature=1.0, live=None, hidden=example.hidden)
+    grads = torch.tensor([size, -size / 3, bad, 0.0])
+    scale = _fp16_scale(problem, range(4), (grads, None))  # type: ignore[arg-type]
+    assert float(scale) == 2.0**exponent
 
 
 def test_activation_checkpointing() -> None:

@@ -19,6 +19,8 @@ from logitless_torch.tiles import Columns, Rows, TilePlan, matmul
 
 __all__ = ["Grads", "Sums", "backward", "backward_pass"]
 
+NEGLIGIBLE = 1e-30  # a p below it gives 0 exactly: its dz would be denormal, and slow every product
+
 Grads = tuple[Tensor, Tensor | None]
 """Upstream gradients of log_prob [m] and entropy [m]."""
 
@@ -50,8 +52,8 @@ def _upstream(
 def _dz(plan: TilePlan, rows: Rows, columns: Columns, z_RC: Tensor, up: Upstream) -> Tensor:
     """dz of one tile, in the accumulation dtype; leaves z as it was."""
     d_RC, p_RC = plan.scratch(1, rows, columns), plan.scratch(2, rows, columns)
-    torch.sub(z_RC, up.normalizer, out=d_RC).sub_(up.log_sum).clamp_(min=FLOOR)
-    torch.exp(d_RC, out=p_RC)
+    torch.sub(z_RC, up.normalizer, out=d_RC).sub_(up.log_sum).clamp_(min=FLOOR[plan.dtype])
+    torch.nn.functional.threshold_(torch.exp(d_RC, out=p_RC), NEGLIGIBLE, 0.0)
     local_R1, inside_R1 = label_columns(plan, rows, columns)
     others_R1 = -p_RC.gather(1, local_R1)
     label_R1 = torch.where(inside_R1, -d_RC.gather(1, local_R1).expm1(), others_R1) * up.grad_log_prob
@@ -77,7 +79,9 @@ def _fp16_scale(problem: Problem, tokens: range, grads: Grads) -> Tensor:
         factor = factor / live[tokens.start : tokens.stop]
     else:
         factor = factor / problem.temperature
-    largest = torch.stack([(grad * factor).abs().amax() for grad in grads if grad is not None]).amax()
+    # NaN and inf are their own token's: a scale made of them would spoil every token.
+    finite = [(grad * factor).abs().nan_to_num(0.0, 0.0) for grad in grads if grad is not None]
+    largest = torch.stack([size.amax() for size in finite]).amax()
     exponent = 8.0 - largest.clamp(min=1e-30).log2().ceil()
     return exponent.clamp(-60.0, 60.0).exp2()
 

@@ -94,6 +94,10 @@ class Example:
         g, e = self.grad_log_probs.to(wide), self.grad_entropy.to(wide)
         return replace(rounded, temperature=temperature, grad_log_probs=g, grad_entropy=e)
 
+    def scale_upstream(self, factor: float) -> Example:
+        """The same call with upstream gradients of another size."""
+        return replace(self, grad_log_probs=self.grad_log_probs * factor, grad_entropy=self.grad_entropy * factor)
+
     def score(self, *, backend: str | None = None, **options: Any) -> TokenLogProbs:
         """`logitless.linear_log_probs` on the inputs as they are."""
         return logitless.linear_log_probs(
