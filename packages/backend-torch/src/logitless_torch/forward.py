@@ -20,7 +20,9 @@ from logitless_torch.tiles import Columns, Rows, TilePlan
 
 __all__ = ["FLOOR", "KeptTiles", "Statistics", "forward", "forward_pass", "label_columns"]
 
-FLOOR = -1e4  # e^FLOOR is 0 in fp32 and fp64, and 0·FLOOR is 0 where 0·(-inf) would be NaN
+# Least logit below the maximum. Finite, since 0·(-inf) would be NaN; and its exp is the least normal number, since
+# arithmetic on denormal ones is slow, and a sum that holds a 1 does not see it.
+FLOOR = {torch.float32: -87.0, torch.float64: -708.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,7 @@ class Statistics:
         top = torch.maximum(self.max, other.max)
         rest, moment = torch.zeros_like(top), torch.zeros_like(top)
         for part, part_total in ((self, total), (other, other_total)):
-            shift = (part.max - top).clamp_(min=FLOOR)
+            shift = (part.max - top).clamp_(min=FLOOR[self.max.dtype])
             factor = shift.exp()
             rest += part.rest * factor
             moment += (part.moment + part_total * shift) * factor
@@ -87,7 +89,7 @@ def _tile_statistics(plan: TilePlan, z_RC: Tensor, rows: Rows, columns: Columns)
     local_R1, inside_R1 = label_columns(plan, rows, columns)
     label_R1 = z_RC.gather(1, local_R1).masked_fill_(~inside_R1, -math.inf)
     max_R1 = z_RC.amax(1, keepdim=True).clamp_(min=torch.finfo(z_RC.dtype).min)
-    torch.sub(z_RC, max_R1, out=d_RC).clamp_(min=FLOOR)
+    torch.sub(z_RC, max_R1, out=d_RC).clamp_(min=FLOOR[plan.dtype])
     torch.exp(d_RC, out=e_RC)
     moment_R = torch.linalg.vecdot(e_RC, d_RC)
     e_RC.scatter_(1, local_R1, e_RC.gather(1, local_R1).masked_fill_(inside_R1, 0.0))
