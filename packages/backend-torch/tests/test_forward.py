@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import logitless
 from logitless.testing import AllocationGuard, MemoryTracker, check_scores, random_example
 from logitless_torch.forward import Statistics
 
@@ -40,6 +41,22 @@ def test_statistics_absorb_in_any_order(offset: float) -> None:
         torch.testing.assert_close(log_prob, log_p.gather(1, label[:, None])[:, 0], rtol=1e-10, atol=1e-10)
         torch.testing.assert_close(entropy, -(log_p.exp() * log_p).sum(1), rtol=1e-10, atol=1e-10)
         torch.testing.assert_close(running.max + log_sum, z.logsumexp(1), rtol=1e-12, atol=1e-12)
+
+
+def test_columns_at_the_lowest_finite_number_are_as_good_as_gone() -> None:
+    """finfo.min is how many programs mask; over a whole tile, Σe·(its maximum − the row's) would be −inf·0."""
+    example = random_example(5, vocab=2300, dtype=torch.float32, bias=True, ignored=False)
+    assert example.head.bias is not None
+    columns = torch.arange(2300) < 2100
+    found = []
+    for low in (torch.finfo(torch.float32).min, -math.inf):
+        bias = example.head.bias.masked_fill(columns, low)
+        masked = replace(example.with_head(bias=bias), labels=torch.arange(2200, 2205))
+        got = masked.run(backend="torch", workspace_bytes=1 << 16)
+        assert got.scores.entropy is not None
+        found.append([got.scores.log_probs, got.scores.entropy, *got.gradients.values()])
+    for lowest, gone in zip(*found, strict=True):
+        torch.testing.assert_close(lowest, gone)
 
 
 def test_an_empty_block_changes_nothing() -> None:
@@ -98,6 +115,16 @@ def test_without_gradients_nothing_is_kept() -> None:
     example = random_example(TOKENS, vocab=VOCAB, dtype=torch.float32)
     with AllocationGuard(TIGHT):
         example.score(backend="torch", workspace_bytes=TIGHT, keep_bytes=1 << 30)
+
+
+@pytest.mark.parametrize("rest", [1e-2, 1e-5, 1e-7])
+def test_a_confident_token_loses_no_digit(rest: float) -> None:
+    """log_prob = -log1p(R) where the label is the maximum: log(1 + R) keeps no digit of an R below 6e-8."""
+    z = torch.zeros(1, 8)
+    z[0, 3] = math.log(7 / rest)
+    out = logitless.linear_log_probs(z, torch.eye(8), torch.tensor([3]), backend="torch")
+    exact = z.double().log_softmax(1)[0, 3]
+    torch.testing.assert_close(out.log_probs[0].double(), exact, rtol=1e-5, atol=0.0)
 
 
 def test_a_tokens_score_does_not_depend_on_its_neighbours_values() -> None:

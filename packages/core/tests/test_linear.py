@@ -367,18 +367,39 @@ def test_a_frozen_leaf_is_not_asked_for() -> None:
 def test_nothing_is_kept_where_nothing_is_differentiated() -> None:
     seen = []
 
+    class Counts(Keeps):
+        name = "counts"
+
+        def forward(self, problem: Problem, **keywords: Any) -> Forwarded:
+            seen.append(keywords["kept_shape"])
+            return super().forward(problem, **keywords)
+
+    example = small(tokens=9).fresh()
+    with installed(Counts(), alone=True):
+        example.score(keep_bytes=100)
+        with torch.no_grad():
+            example.score(keep_bytes=100)
+    assert seen == [(9,), (0,)]
+
+
+def test_the_backend_is_told_which_gradients_may_come() -> None:
+    seen = []
+
     class Counts(ReferenceBackend):
         name = "counts"
 
-        def forward(
-            self, problem: Problem, *, entropy: bool, entropy_grad: bool, kept_shape: tuple[int, ...]
-        ) -> Forwarded:
-            seen.append(kept_shape)
-            return super().forward(problem, entropy=entropy, entropy_grad=entropy_grad, kept_shape=kept_shape)
+        def forward(self, problem: Problem, **keywords: Any) -> Forwarded:
+            seen.append((keywords["entropy"], keywords["entropy_grad"]))
+            return super().forward(problem, **keywords)
 
-    with installed(Counts(), alone=True), torch.no_grad():
-        small().fresh().score(keep_bytes=100)
-    assert seen == [(0,)]
+    example = small().fresh()
+    with installed(Counts(), alone=True):
+        example.score()
+        example.score(entropy_grad=False)
+        example.score(entropy=False)
+        with torch.no_grad():
+            example.score()
+    assert seen == [(True, True), (True, False), (False, False), (True, False)]
 
 
 def test_the_forwards_backend_serves_its_backward() -> None:

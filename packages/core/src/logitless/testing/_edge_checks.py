@@ -95,7 +95,7 @@ class EdgeChecks(ConformanceChecks):
 
     def test_scores_are_in_range(self, dtype: torch.dtype) -> None:
         """log_prob ≤ 0 and 0 ≤ entropy ≤ log V, for logits from flat to peaked."""
-        for std in (0.0, 1e-3, 1.0, 30.0):
+        for std in (0.0, 1e-4, 1e-3, 1.0, 30.0):  # almost flat, rounding takes an unbounded entropy above log V
             example = self.example(dtype, 50, std=std, ignored=False)
             out = self.run(example).scores
             top = torch.tensor(float(self.sizes[1]), dtype=torch.float64).log().to(out.log_probs.dtype)
