@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -163,6 +164,19 @@ def test_float16_scale_brings_the_largest_dz_near_256(size: float, exponent: int
     grads = torch.tensor([size, -size / 3, bad, 0.0])
     scale = _fp16_scale(problem, range(4), (grads, None))  # type: ignore[arg-type]
     assert float(scale) == 2.0**exponent
+
+
+@pytest.mark.parametrize("rest", [1e-3, 1e-6])
+def test_a_confident_tokens_gradient_loses_no_digit(rest: float) -> None:
+    """g·(1 − p) by −expm1(log p): the difference itself keeps no digit of a 1 − p near 6e-8."""
+    z = torch.zeros(1, 8)
+    z[0, 3] = math.log(7 / rest)
+    leaf, exact = z.clone().requires_grad_(), z.double().requires_grad_()
+    logitless.linear_log_probs(leaf, torch.eye(8), torch.tensor([3]), backend="torch").log_probs.sum().backward()
+    (-torch.log1p(torch.exp(exact[0, :3].logsumexp(0) - exact[0, 3]) * 7 / 3)).backward()
+    assert leaf.grad is not None
+    assert exact.grad is not None
+    torch.testing.assert_close(leaf.grad[0, 3].double(), exact.grad[0, 3], rtol=1e-5, atol=0.0)
 
 
 def test_activation_checkpointing() -> None:

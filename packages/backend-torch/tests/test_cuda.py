@@ -8,7 +8,8 @@ import torch
 from logitless.testing import check_results, random_example
 from logitless.testing.conformance import BackendConformance
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA device", allow_module_level=True)
 
 
 class TestTorchOnCuda(BackendConformance):

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from logitless._call import make_call
+from logitless._ops import linear_log_probs_op
 from logitless.testing._conformance import OPTIONS, ConformanceChecks, entropy_of, expect, same
 from logitless.testing.tolerance import check_gradients, check_scores
 
@@ -52,6 +54,45 @@ class MemoryChecks(ConformanceChecks):
     def test_workspace_bytes(self, dtype: torch.dtype, workspace_bytes: int) -> None:
         """Little temporary memory costs time, not precision."""
         self.check(self.example(dtype, 7), workspace_bytes=workspace_bytes)
+
+    @pytest.mark.parametrize("keep_bytes", [0, 4000])
+    def test_compiled_equals_eager(self, dtype: torch.dtype, keep_bytes: int) -> None:
+        """`torch.compile(fullgraph=True)` gives the same bits; what is kept has the shape that was told beforehand."""
+        example = self.example(dtype)
+
+        def score(*leaves: Tensor) -> tuple[Tensor, Tensor]:
+            named = example.with_leaves(dict(zip(example.leaves(), leaves, strict=True)))
+            out = named.score(backend=self.backend, keep_bytes=keep_bytes)
+            return out.log_probs, entropy_of(out)
+
+        torch._dynamo.reset()
+        found = []
+        for function in (score, torch.compile(score, fullgraph=True, backend="aot_eager")):
+            leaves = [leaf.clone().requires_grad_() for leaf in example.leaves().values()]
+            out = function(*leaves)
+            found.append([*out, *torch.autograd.grad(out, leaves, [example.grad_log_probs, example.grad_entropy])])
+        expect(all(map(same, *found)), "compiled and eager calls differ")
+
+    @pytest.mark.parametrize("keep_bytes", [0, 4000])
+    def test_opcheck(self, dtype: torch.dtype, keep_bytes: int) -> None:
+        """`torch.library.opcheck`: the op's shapes, and what is kept, are those that were told beforehand."""
+        fresh = self.example(dtype).fresh()
+        call, _ = make_call(
+            fresh.hidden,
+            fresh.head,
+            fresh.labels,
+            temperature=fresh.temperature,
+            entropy=True,
+            entropy_grad=True,
+            ignore_index=fresh.ignore_index,
+            tp_group=None,
+            reduce_hidden_grad=True,
+            keep_bytes=keep_bytes,
+            workspace_bytes=1 << 20,
+            validate=True,
+            backend=self.backend,
+        )
+        torch.library.opcheck(linear_log_probs_op, (*call.args, True, True, keep_bytes, None))
 
     def test_strided_hidden(self, dtype: torch.dtype) -> None:
         """[B, S, D] seen through a transpose: the gradient reaches the tensor beneath."""

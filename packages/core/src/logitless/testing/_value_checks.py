@@ -167,3 +167,11 @@ class ValueChecks(ConformanceChecks):
             abs(float(loss.detach()) - float(parts.detach().sum())) <= bound * (1 + float(parts.detach().abs().sum())),
             "the loss is off",
         )
+
+    def test_policy_loss_over_many_chunks(self, dtype: torch.dtype) -> None:
+        """d_weight is summed in float32 (float64) over the chunks, and rounded once."""
+        example = self.example(dtype, 600, vocab=60, hidden_size=16, ignored=False)
+        _, got = self.run_policy_loss(example, workspace_bytes=1 << 12)
+        check_results(got, example)
+        two_passes = example.run(backend=self.backend, workspace_bytes=1 << 12)
+        expect(same(got.scores.log_probs, two_passes.scores.log_probs), "log_prob's bits are not the op's")
