@@ -91,6 +91,24 @@ def test_backward_stays_within_its_workspace(dtype: torch.dtype, ignored: str) -
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("workspace_bytes", [TIGHT, 4 * TIGHT])
+def test_a_single_pass_stays_within_its_workspace(dtype: torch.dtype, workspace_bytes: int) -> None:
+    """What it keeps of a chunk's logits counts as temporary memory."""
+    example = random_example(3 * TOKENS, vocab=VOCAB, hidden_size=HIDDEN, dtype=dtype, ignored=False).fresh()
+    with MemoryTracker() as tracker:
+        loss, _ = logitless.linear_policy_loss(
+            example.hidden,
+            example.head,
+            example.labels,
+            lambda scores, index: scores.log_probs * example.grad_log_probs[index],
+            workspace_bytes=workspace_bytes,
+            backend="torch",
+        )
+    assert tracker.peak_bytes <= accumulators(example) + workspace_bytes + 3 * TOKENS * 8 * 16
+    assert loss.requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_are_spread_to_live_tokens_within_the_workspace(dtype: torch.dtype) -> None:
     """Long and narrow: a rounded copy of all sums would be eight times the workspace."""
     workspace_bytes = 1 << 17
