@@ -53,7 +53,7 @@ def _dz(plan: TilePlan, rows: Rows, columns: Columns, z_RC: Tensor, up: Upstream
     """dz of one tile, in the accumulation dtype; leaves z as it was."""
     d_RC, p_RC = plan.scratch(1, rows, columns), plan.scratch(2, rows, columns)
     torch.sub(z_RC, up.normalizer, out=d_RC).sub_(up.log_sum).clamp_(min=FLOOR[plan.dtype])
-    torch.nn.functional.threshold_(torch.exp(d_RC, out=p_RC), NEGLIGIBLE, 0.0)
+    torch.threshold_(torch.exp(d_RC, out=p_RC), NEGLIGIBLE, 0.0)
     local_R1, inside_R1 = label_columns(plan, rows, columns)
     others_R1 = -p_RC.gather(1, local_R1)
     label_R1 = torch.where(inside_R1, -d_RC.gather(1, local_R1).expm1(), others_R1) * up.grad_log_prob
