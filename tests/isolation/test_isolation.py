@@ -132,9 +132,13 @@ def test_torch_backend_serves(python_in: Python) -> None:
     python_in("torch", SOLVE)
 
 
-@pytest.mark.parametrize("package", ["triton", "mcore"])
-def test_reserved_names_register_nothing(package: str, python_in: Python) -> None:
-    assert python_in(package, "import logitless; print(logitless.backends(), logitless.adapters())") == "[] []\n"
+def test_triton_backend_says_why_it_cannot_serve_a_cpu(python_in: Python) -> None:
+    told = python_in("triton", CALL.replace("import NotFoundError", "import LogitlessError as NotFoundError"))
+    assert "it runs on NVIDIA GPUs" in told
+
+
+def test_reserved_names_register_nothing(python_in: Python) -> None:
+    assert python_in("mcore", "import logitless; print(logitless.backends(), logitless.adapters())") == "[] []\n"
 
 
 def test_hf_adapter_without_a_backend_names_one(python_in: Python) -> None:

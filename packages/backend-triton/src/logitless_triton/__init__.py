@@ -1,9 +1,9 @@
-"""Reserves the name of logitless's Triton backend; it holds no kernel and registers no backend yet."""
-
-from __future__ import annotations
+"""The Triton backend of logitless: fused kernels for NVIDIA GPUs, and Triton's interpreter on a CPU for tests."""
 
 from importlib.metadata import version
 
-__all__ = ["__version__"]
+from logitless_triton.backend import TritonBackend
 
 __version__ = version("logitless-triton")
+
+__all__ = ["TritonBackend"]

@@ -1,0 +1,137 @@
+"""Backward: dz of one block of vocab columns at a time, and its products, by cuBLAS.
+
+    d_hidden = Σ_blocks dz·W        d_weight = dzᵀ·h        d_bias = Σ_n dz        and LoRA's two
+
+A block is as large as `workspace_bytes` allows. Its dz comes from the logits made again, or from what was kept; kept
+exponentials are the products' operand themselves (`logitless_triton.kept`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from logitless.types import Gradients, Needs, Problem
+from logitless_triton.dz import coefficients, dz_from_kept, dz_from_logits
+from logitless_triton.kept import DIFFERENCES, EXPONENTIALS, Kept
+from logitless_triton.rows import Rows, Work
+from logitless_triton.sums import Sums, matmul, pass_scale
+
+__all__ = ["Blocks", "Grads", "backward", "backward_pass"]
+
+Grads = tuple[Tensor, Tensor | None]
+"""Upstream gradients of log_prob [m] and entropy [m]."""
+
+TOKENS = 16384  # of a block, at most: beyond it, a block's columns would be few and d_hidden be read and written often
+COLUMNS = 128  # of a block, at least
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """How dz [n, V] is cut."""
+
+    tokens: int
+    columns: int
+
+    @classmethod
+    def plan(cls, n: int, columns: int, hidden_size: int, item: int, workspace_bytes: int, scaled: bool) -> Blocks:
+        """The largest blocks of dz, and of d_weight's fp32 tile where one is needed, that fit the workspace."""
+        tokens = max(1, min(n, TOKENS))
+
+        def fitting(tokens: int) -> int:
+            tile = 4 * hidden_size if scaled or tokens < n else 0
+            return workspace_bytes // (tokens * item + tile)
+
+        while fitting(tokens) < 8 * COLUMNS and tokens > 16:
+            tokens = max(16, (tokens // 2 + 15) // 16 * 16)
+        most = max(COLUMNS, fitting(tokens) // COLUMNS * COLUMNS)
+        count = max(1, -(-columns // most))  # even blocks: no short last one
+        even = -(-columns // count)
+        return cls(tokens, min(most, max(1, -(-even // (2 * COLUMNS))) * 2 * COLUMNS))
+
+    def of_tokens(self, n: int) -> list[tuple[int, int]]:
+        return [(start, min(start + self.tokens, n)) for start in range(0, n, self.tokens)]
+
+    def of_columns(self, start: int, stop: int) -> list[tuple[int, int]]:
+        return [(first, min(first + self.columns, stop)) for first in range(start, stop, self.columns)]
+
+
+def backward_pass(
+    work: Work, rows: Rows, kept: Kept, stats: Tensor, grads: Grads, sums: Sums, at: int, *, consume: bool = False
+) -> None:
+    """Add the gradients of a block of rows, the tokens from `at` on, to the sums; stats [4, m] are theirs.
+
+    Args:
+        consume: what was kept may be overwritten by its dz.
+    """
+    p, valid = work.problem, work.head.valid
+    dz_scale = pass_scale(work, rows, grads)
+    sums.begin_pass(dz_scale)
+    first = 0
+    if kept.mode == EXPONENTIALS:
+        _exponential_products(work, rows, kept, grads[0], sums, at)
+        first = kept.columns
+    coefs = coefficients(work, rows.f, stats, *grads, dz_scale)
+    entropy = grads[1] is not None
+    if kept.mode == DIFFERENCES and consume and not sums.scaled:
+        dz = kept.body.view(work.operand)[:, : kept.columns]  # type: ignore[union-attr]
+        dz_from_kept(work, rows, kept, stats, coefs, 0, dz, entropy)
+        sums.open(0, kept.columns, 1)
+        sums.add(dz, rows, at, 0)
+        sums.close(0, kept.columns)
+        first = kept.columns
+    blocks = Blocks.plan(rows.count, valid - first, work.head.hidden_size, work.item, p.workspace_bytes, sums.tiled(1))
+    spans = blocks.of_tokens(rows.count)
+    buffer = work.empty(min(blocks.tokens, rows.count), blocks.columns if first < valid else 0, dtype=work.operand)
+    middle = max(first, kept.columns)
+    for start, stop in blocks.of_columns(first, middle) + blocks.of_columns(middle, valid):
+        sums.open(start, stop, len(spans))
+        for begin, end in spans:
+            dz, span = buffer[: end - begin, : stop - start], rows.span(begin, end)
+            span_stats, span_coefs = stats[:, begin:end], coefs[:, begin:end]
+            if start < middle:
+                part = kept.span(begin, end)
+                dz_from_kept(work, span, part, span_stats, span_coefs, start, dz, entropy)
+            else:
+                dz_from_logits(work, span, span_stats, span_coefs, start, dz, entropy)
+            sums.add(dz, span, at + begin, start)
+        sums.close(start, stop)
+    sums.end_pass(at, at + rows.count)
+
+
+def _exponential_products(work: Work, rows: Rows, kept: Kept, g: Tensor, sums: Sums, at: int) -> None:
+    """d_weight = Eᵀ·(s·h) and d_hidden = s·(E·W) of the kept columns, s = −g·k/Σ E."""
+    assert kept.body is not None
+    assert kept.offsets is not None
+    body = kept.body[:, : kept.columns]
+    s = (g * rows.f * -work.head.slope * torch.exp2(-kept.offsets)).unsqueeze(1)
+    sums.open(0, kept.columns, 1)
+    if sums.weight is not None:
+        scaled = (rows.hidden * s).to(work.operand)
+        matmul(body.T, scaled, sums.weight[: kept.columns], accumulate=not sums.direct)
+    if sums.hidden is not None:
+        mine = sums.hidden[at : at + rows.count]
+        matmul(body, work.problem.weight[: kept.columns], mine)
+        mine.mul_(s)
+    sums.close(0, kept.columns)
+
+
+def backward(
+    problem: Problem,
+    stats: Tensor,
+    kept: Tensor,
+    grad_log_probs: Tensor,
+    grad_entropy: Tensor | None,
+    needs: Needs,
+    grad_buffer: Tensor | None,
+) -> Gradients:
+    """Gradients for upstream [n] gradients; the products of those that nobody needs are not run."""
+    work = Work(problem)
+    sums = Sums(work, needs, grad_buffer)
+    if work.n:
+        rows = work.rows(0, work.n)
+        parts = Kept.of(work, kept, work.n)
+        backward_pass(work, rows, parts, stats, (grad_log_probs, grad_entropy), sums, 0)
+    return sums.finish()

@@ -1,0 +1,81 @@
+"""Tile shapes, from a table: by architecture and dtype, measured where the comment says so. Nothing is tuned at a call.
+
+The bits of a score depend on the forward's tile and on D and V alone; never on the number of tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+__all__ = ["INTERPRETED", "Config", "Device", "Tile", "config_for", "device_facts"]
+
+INTERPRETED = (0, 0)
+"""The "capability" of Triton's interpreter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """One kernel's work unit: rows (tokens) × columns (vocab rows), stepping through D by depth."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+    per_sm: int  # programs resident on a multiprocessor: with two, one's epilogue runs under the other's products
+    group: int = 8  # row tiles that share a column tile's weights in L2
+    split: int = 2  # parts in which a finished tile is stored: the staging buffer shares memory with the pipeline
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """The tiles of the two kernels that multiply."""
+
+    forward: Tile
+    dz: Tile
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What a launch has to know of where it runs."""
+
+    capability: tuple[int, int]
+    multiprocessors: int
+
+    @property
+    def has_tma(self) -> bool:
+        return self.capability >= (9, 0)
+
+
+@cache
+def _cuda_facts(index: int) -> Device:
+    properties = torch.cuda.get_device_properties(index)
+    return Device((properties.major, properties.minor), properties.multi_processor_count)
+
+
+def device_facts(device: torch.device) -> Device:
+    """Capability and size of a device; a CPU stands for the interpreter."""
+    if device.type != "cuda":
+        return Device(INTERPRETED, 1)
+    return _cuda_facts(torch.cuda.current_device() if device.index is None else device.index)
+
+
+def config_for(device: Device, dtype: torch.dtype) -> Config:
+    """The tiles for operands of a dtype."""
+    if device.capability == INTERPRETED:
+        tile = Tile(64, 128, 32, warps=1, stages=1, per_sm=2)
+        return Config(tile, tile)
+    if dtype == torch.float32:  # IEEE products run on the plain cores: a small tile, whatever the architecture
+        tile = Tile(64, 64, 32, warps=4, stages=2, per_sm=2)
+        return Config(tile, tile)
+    if device.has_tma:  # measured on an H200
+        return Config(
+            forward=Tile(128, 128, 64, warps=4, stages=3, per_sm=2),
+            dz=Tile(128, 256, 64, warps=8, stages=3, per_sm=1),
+        )
+    # Not measured. Three stages of 128×128×32 take 48 KB, which fits every Ampere and Ada card.
+    tile = Tile(128, 128, 32, warps=4, stages=3, per_sm=2)
+    return Config(tile, tile)

@@ -1,0 +1,261 @@
+"""Forward: one pass over the logits' tiles, each reduced to three numbers a row; nothing [n, V] is held.
+
+    m = max x      s = Σ 2^((x − m)·f)      t = Σ 2^((x − m)·f)·(x − m)·f          x, f: see tile.py
+
+Where the backward is to recompute less, the leading columns' values are stored on the way (`logitless_triton.kept`).
+"""
+
+# mypy: ignore-errors
+# (Triton has no types)
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from logitless.collectives import gather_stacked
+from logitless.types import Forwarded, Problem
+from logitless_triton.combine import combine, label_logits
+from logitless_triton.config import Tile
+from logitless_triton.kept import DIFFERENCES, EXPONENTIALS, NOTHING, Kept, finish_exponentials, reference_logits
+from logitless_triton.rows import Rows, Work
+from logitless_triton.tile import FLOOR, ceil_div, descriptor, halves, place, raw_logits
+
+__all__ = ["Scores", "forward", "forward_pass", "partials_rows"]
+
+CHUNK = 8192  # tokens whose partial statistics are held at a time
+_DIFFERENCES, _EXPONENTIALS = tl.constexpr(DIFFERENCES), tl.constexpr(EXPONENTIALS)
+
+
+@triton.jit(do_not_specialize=["N"])
+def _forward_kernel(
+    h,
+    w,
+    kept,
+    bias,
+    lora_u,
+    lora_b,
+    f_ptr,
+    reference_ptr,
+    parts,
+    maxima,
+    N,
+    V,
+    D,
+    R,
+    kept_columns,
+    pre,
+    stride_hn,
+    stride_hd,
+    stride_wv,
+    stride_wd,
+    stride_un,
+    stride_ur,
+    stride_bv,
+    stride_br,
+    stride_kind,
+    stride_tile,
+    stride_maxima,
+    stride_kept,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    BR: tl.constexpr,
+    GROUP: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    TMA: tl.constexpr,
+    TMA_KEPT: tl.constexpr,
+    FLATTEN: tl.constexpr,
+    SPLIT: tl.constexpr,
+    KEEP: tl.constexpr,
+    KEPT_TYPE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    NEGATE: tl.constexpr,
+):
+    num_m = (N + BM - 1) // BM
+    num_n = (V + BN - 1) // BN
+    for tile in tl.range(tl.program_id(0), num_m * num_n, PROGRAMS, flatten=FLATTEN):
+        pm, pn = place(tile, num_m, num_n, GROUP)
+        x = raw_logits(
+            h,
+            w,
+            bias,
+            lora_u,
+            lora_b,
+            pm * BM,
+            pn * BN,
+            N,
+            V,
+            D,
+            R,
+            pre,
+            stride_hn,
+            stride_hd,
+            stride_wv,
+            stride_wd,
+            stride_un,
+            stride_ur,
+            stride_bv,
+            stride_br,
+            BM,
+            BN,
+            BK,
+            BR,
+            TMA,
+            SOFTCAP,
+            NEGATE,
+        )
+        rows = pm * BM + tl.arange(0, BM)
+        cols = pn * BN + tl.arange(0, BN)
+        inside = rows < N
+        f = tl.load(f_ptr + rows, mask=inside, other=0.0)
+        x = tl.where(cols[None, :] < V, x, -float("inf"))
+        m = tl.maximum(tl.max(x, 1), -1.0e30)  # finite: −inf − −inf would be NaN
+        d = tl.maximum((x - m[:, None]) * f[:, None], FLOOR, propagate_nan=tl.PropagateNan.ALL)
+        e = tl.exp2(d)  # [BM, BN]
+        s = tl.sum(e, 1)
+        t = tl.sum(e * d, 1)
+        if KEEP > 0:
+            if KEEP == _DIFFERENCES:
+                q = d.to(KEPT_TYPE)
+                at = pn.to(tl.int64) * stride_maxima + rows
+                tl.store(maxima + at, m, mask=rows < tl.where(pn * BN < kept_columns, N, 0))
+            else:
+                above = (m - tl.load(reference_ptr + rows, mask=inside, other=0.0)) * f
+                q = (e * tl.exp2(tl.minimum(above, 126.0))[:, None]).to(KEPT_TYPE)
+            if TMA_KEPT:
+                if SPLIT == 2:
+                    left, right = halves(q, BM, BN)
+                    kept.store([pm * BM, pn * BN], left)
+                    kept.store([pm * BM, pn * BN + BN // 2], right)
+                else:
+                    kept.store([pm * BM, pn * BN], q)
+            else:
+                at = rows.to(tl.int64)[:, None] * stride_kept + cols[None, :]
+                tl.store(kept + at, q, mask=inside[:, None] & (cols < kept_columns)[None, :])
+        at = pn.to(tl.int64) * stride_tile + rows
+        tl.store(parts + at, m, mask=inside)
+        tl.store(parts + stride_kind + at, s, mask=inside)
+        tl.store(parts + 2 * stride_kind + at, t, mask=inside)
+
+
+TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+
+
+def _scan(work: Work, rows: Rows, kept: Kept, reference: Tensor | None, parts: Tensor) -> None:
+    """Partial statistics [3, tiles, >= m] of a block of rows, and what is kept of them."""
+    head, tile = work.head, work.config.forward
+    programs = work.programs(tile)
+    tiles = ceil_div(rows.count, tile.rows) * parts.shape[1]
+    if not tiles:
+        return
+    h, w, tma = _operands(work, rows, tile)
+    body, tma_kept = kept.body, False
+    if tma and kept.mode != NOTHING:
+        body = descriptor(kept.body, [tile.rows, tile.columns // tile.split])
+        tma_kept = True
+    _forward_kernel[(min(programs, tiles),)](
+        h,
+        w,
+        body,
+        head.bias,
+        rows.lora_u,
+        head.lora_b,
+        rows.f,
+        reference,
+        parts,
+        kept.maxima,
+        rows.count,
+        head.valid,
+        head.hidden_size,
+        head.rank,
+        0 if kept.body is None else kept.body.shape[1],
+        head.pre,
+        *rows.hidden.stride(),
+        *head.weight.stride(),
+        *rows.lora_strides,
+        *head.lora_strides,
+        parts.stride(0),
+        parts.stride(1),
+        kept.maxima.stride(0) if kept.maxima is not None else 0,
+        kept.body.stride(0) if kept.body is not None else 0,
+        BM=tile.rows,
+        BN=tile.columns,
+        BK=tile.depth,
+        BR=max(16, min(64, triton.next_power_of_2(head.rank))) if head.rank else 16,
+        GROUP=tile.group,
+        PROGRAMS=programs,
+        TMA=tma,
+        TMA_KEPT=tma_kept,
+        FLATTEN=tma and not head.rank,
+        SPLIT=tile.split,
+        KEEP=kept.mode,
+        KEPT_TYPE=TYPES[kept.body.dtype] if kept.body is not None else tl.float32,
+        SOFTCAP=head.softcap,
+        NEGATE=head.negate,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+
+
+def _operands(work: Work, rows: Rows, tile: Tile):
+    """hidden and weight as the kernels take them: TMA descriptors, or the tensors."""
+    if work.device.has_tma:
+        valid = work.head.weight[: work.head.valid]
+        h = descriptor(rows.hidden, [tile.rows, tile.depth])
+        w = descriptor(valid, [tile.columns, tile.depth])
+        if h is not None and w is not None:
+            return h, w, True
+    return rows.hidden, work.head.weight, False
+
+
+def partials_rows(work: Work) -> int:
+    """Tokens whose partial statistics fit the workspace, a multiple of 16, at most `CHUNK`."""
+    tiles = ceil_div(work.problem.vocab_size, work.config.forward.columns)  # of all ranks: they must chunk alike
+    fit = work.problem.workspace_bytes // (12 * max(tiles, 1))
+    return max(16, min(CHUNK, fit) // 16 * 16)
+
+
+class Scores:
+    """Scores of n tokens, as they are filled in."""
+
+    def __init__(self, work: Work, n: int) -> None:
+        self.stats = work.empty(4, n)
+        self.log_prob, self.entropy = work.empty(n), work.empty(n)
+
+
+def forward_pass(work: Work, rows: Rows, kept: Kept, scores: Scores, start: int) -> None:
+    """Score a block of rows, the tokens from `start` on; keep what `kept` has room for."""
+    p, head = work.problem, work.head
+    stop = start + rows.count
+    label = work.empty(rows.count)
+    label_logits(rows, head, label)
+    reference = reference_logits(label, rows.f) if kept.mode == EXPONENTIALS else None
+    tiles = ceil_div(head.valid, work.config.forward.columns)
+    # A stride that 16 divides, whatever m is: Triton specialises on that, and other code sums in another order.
+    parts = work.empty(3, tiles, ceil_div(rows.count, 16) * 16)
+    _scan(work, rows, kept, reference, parts)
+    stats, outputs = scores.stats[:, start:stop], (scores.log_prob[start:stop], scores.entropy[start:stop])
+    if p.group is not None:
+        own = work.empty(4, parts.shape[2])
+        combine(parts, label, rows.f, own, *outputs, p.vocab_size, finish=False)
+        own[3, : rows.count] = label
+        ranks = gather_stacked(own, p.group)  # [size, 4, >= m]
+        parts, label = ranks.transpose(0, 1), ranks[:, 3, : rows.count].amax(0)
+    combine(parts, label, rows.f, stats, *outputs, p.vocab_size)
+    if kept.mode == EXPONENTIALS:
+        finish_exponentials(work, rows, kept, reference, stats)
+
+
+def forward(problem: Problem, *, entropy: bool, entropy_grad: bool, kept_shape: tuple[int, ...]) -> Forwarded:
+    """Scores of the live tokens, by chunks of them; keeps what fits in `kept_shape`."""
+    work = Work(problem)
+    buffer = work.empty(*kept_shape, dtype=torch.uint8)
+    kept = Kept.of(work, buffer, work.n, fill=True)
+    scores, chunk = Scores(work, work.n), partials_rows(work)
+    for start in range(0, work.n, chunk):
+        stop = min(start + chunk, work.n)
+        forward_pass(work, work.rows(start, stop), kept.span(start, stop), scores, start)
+    return Forwarded(scores.log_prob, scores.entropy if entropy else None, scores.stats, buffer)

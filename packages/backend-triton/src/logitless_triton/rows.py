@@ -1,0 +1,145 @@
+"""A problem as the kernels read it: the head's constants, and blocks of live tokens.
+
+Shape suffixes: n live tokens, m tokens of a block, D hidden size, V vocab rows, r LoRA rank.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from logitless.types import Problem
+from logitless_triton.config import Config, Device, Tile, config_for, device_facts
+
+__all__ = ["Head", "Rows", "Work"]
+
+LOG2E = math.log2(math.e)
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The head of a problem; `factor` and `pre` are those of `logitless_triton.tile`."""
+
+    weight: Tensor  # [V, D]
+    bias: Tensor | None  # [V]
+    lora_b: Tensor | None  # [V, r]
+    valid: int  # rows that are real
+    softcap: bool
+    negate: bool  # the scale is negative, and no softcap has taken it up
+    pre: float
+    factor: float  # f = factor / T
+    slope: float  # dz/dx = slope·f, softcap's 1 − tanh² aside
+
+    @classmethod
+    def of(cls, problem: Problem) -> Head:
+        scale, cap = problem.scale, problem.softcap
+        size = abs(scale) if cap is None else cap
+        return cls(
+            weight=problem.weight,
+            bias=problem.bias,
+            lora_b=problem.lora_b,
+            valid=problem.vocab_valid,
+            softcap=cap is not None,
+            negate=cap is None and scale < 0,
+            pre=1.0 if cap is None else scale / cap,
+            factor=size * LOG2E,
+            slope=scale / (size * LOG2E) if size else 0.0,
+        )
+
+    @property
+    def hidden_size(self) -> int:
+        return self.weight.shape[1]
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.lora_b is None else self.lora_b.shape[1]
+
+    @property
+    def lora_strides(self) -> tuple[int, ...]:
+        return (0, 0) if self.lora_b is None else self.lora_b.stride()
+
+    def columns(self, start: int, stop: int) -> Head:
+        """The head of a block of vocab rows."""
+        return Head(
+            weight=self.weight[start:stop],
+            bias=None if self.bias is None else self.bias[start:stop],
+            lora_b=None if self.lora_b is None else self.lora_b[start:stop],
+            valid=stop - start,
+            softcap=self.softcap,
+            negate=self.negate,
+            pre=self.pre,
+            factor=self.factor,
+            slope=self.slope,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A block of live tokens."""
+
+    hidden: Tensor  # [m, D] in the operands' dtype; a view of the input where that needs no copy
+    lora_u: Tensor | None  # [m, r]
+    labels: Tensor  # [m] int64, rows of this rank's weight; out of range where another rank has it
+    f: Tensor  # [m] float32
+
+    @property
+    def count(self) -> int:
+        return self.hidden.shape[0]
+
+    @property
+    def lora_strides(self) -> tuple[int, ...]:
+        return (0, 0) if self.lora_u is None else self.lora_u.stride()
+
+    def span(self, start: int, stop: int) -> Rows:
+        """Some of these rows."""
+        lora_u = None if self.lora_u is None else self.lora_u[start:stop]
+        return Rows(self.hidden[start:stop], lora_u, self.labels[start:stop], self.f[start:stop])
+
+
+class Work:
+    """A problem with what follows from it: the head, the device, the tiles."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.head = Head.of(problem)
+        self.n = problem.labels.shape[0] if problem.live is None else problem.live.shape[0]
+        self.operand = torch.promote_types(problem.hidden.dtype, problem.weight.dtype)
+        self.device: Device = device_facts(problem.hidden.device)
+        self.config: Config = config_for(self.device, self.operand)
+
+    @property
+    def item(self) -> int:
+        """Bytes of an operand's number."""
+        return self.operand.itemsize
+
+    def programs(self, tile: Tile) -> int:
+        """Programs of a persistent grid."""
+        return self.device.multiprocessors * tile.per_sm
+
+    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Uninitialised memory on the problem's device."""
+        return self.problem.hidden.new_empty(shape, dtype=dtype)
+
+    def rows(self, start: int, stop: int) -> Rows:
+        """Live tokens start to stop, gathered where tokens are ignored; dead ones (validate=False) read as 0."""
+        p = self.problem
+
+        def take(tensor: Tensor) -> Tensor:
+            return tensor[start:stop] if p.live is None else tensor.index_select(0, p.live[start:stop])
+
+        hidden, lora_u = take(p.hidden).to(self.operand), None if p.lora_u is None else take(p.lora_u)
+        if p.dead is not None:
+            dead = take(p.dead).unsqueeze(1)
+            hidden = hidden.masked_fill(dead, 0.0)
+            lora_u = None if lora_u is None else lora_u.masked_fill(dead, 0.0)
+        labels = take(p.labels)
+        if p.vocab_start:
+            labels = labels - p.vocab_start
+        if isinstance(p.temperature, Tensor):
+            f = self.head.factor / take(p.temperature).float()
+        else:
+            f = self.empty(stop - start).fill_(self.head.factor / p.temperature)
+        return Rows(hidden, lora_u, labels, f)

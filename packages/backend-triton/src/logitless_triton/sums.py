@@ -1,0 +1,157 @@
+"""The gradients that are needed, summed in fp32 whatever the number of blocks, and rounded once.
+
+d_weight is written where it will stand if one pass and one block of tokens make all of it; a caller's fp32 buffer is
+added into; else it is summed in fp32, in a tile of its columns or, over the chunks of a single pass, whole.
+In fp16 dz comes multiplied by a power of two: its products are divided by it before they are added to anything.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from logitless.collectives import all_reduce
+from logitless.types import Gradients, Needs
+from logitless_triton.rows import Rows, Work
+
+__all__ = ["Sums", "matmul", "pass_scale"]
+
+
+def matmul(a: Tensor, b: Tensor, out: Tensor, *, accumulate: bool = False) -> None:
+    """`out = a @ b` or `out += a @ b`, summed in fp32 and stored in out's dtype.
+
+    Where b is wider than a half-precision a (fp32 LoRA pairs beside a bf16 head), b enters as two half parts.
+    """
+    if not a.is_cuda:  # the interpreter: no out_dtype there, and no promise of fp32 sums
+        wide = a.float() @ b.float()
+        out.copy_(out + wide if accumulate else wide)
+        return
+    if a.dtype != b.dtype:
+        high = b.to(a.dtype)
+        matmul(a, high, out, accumulate=accumulate)
+        a, b, accumulate = a, (b - high).to(a.dtype), True
+    if a.dtype == out.dtype:
+        torch.addmm(out, a, b, out=out, beta=1 if accumulate else 0)
+    elif accumulate:
+        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+    else:
+        torch.mm(a, b, out_dtype=out.dtype, out=out)
+
+
+def pass_scale(work: Work, rows: Rows, grads: tuple[Tensor, Tensor | None]) -> Tensor | None:
+    """The power of two that brings the largest dz near 2^8: small ones survive fp16, large ones fit. None: not fp16."""
+    if work.operand != torch.float16 or not rows.count:
+        return None
+    k = rows.f * abs(work.head.slope)
+    found = [(grad * k).abs().nan_to_num(0.0, 0.0, 0.0).amax() for grad in grads if grad is not None]
+    exponent = 8.0 - torch.stack(found).amax().clamp(min=1e-30).log2().ceil()
+    return exponent.clamp(-60.0, 60.0).exp2()
+
+
+class Sums:
+    """Gradients as they grow: by blocks of columns, and within one by blocks of tokens.
+
+    Args:
+        passes: how many passes over the columns there will be, each for other tokens.
+    """
+
+    def __init__(self, work: Work, needs: Needs, grad_buffer: Tensor | None, *, passes: int = 1) -> None:
+        p, self.work, self.grad_buffer = work.problem, work, grad_buffer
+        self.hidden = work.empty(work.n, p.hidden.shape[1]) if needs.hidden else None
+        self.lora_u = None
+        if needs.lora_u and p.lora_u is not None:
+            self.lora_u = work.empty(work.n, p.lora_u.shape[1]).zero_()
+        self.bias = None if not needs.bias or p.bias is None else work.empty(*p.bias.shape).zero_()
+        self.lora_b = None if not needs.lora_b or p.lora_b is None else work.empty(*p.lora_b.shape).zero_()
+        self.scaled = work.operand == torch.float16
+        self.weight, self.direct = grad_buffer, False
+        if needs.weight and grad_buffer is None:
+            self.direct = passes == 1
+            dtype = p.weight.dtype if self.direct else torch.float32
+            self.weight = work.empty(*p.weight.shape, dtype=dtype)
+            valid = work.head.valid if work.n else 0
+            self.weight[valid:] = 0
+            if not self.direct:
+                self.weight[:valid] = 0
+        if self.hidden is not None and not work.head.valid:
+            self.hidden.zero_()
+        self.tile: Tensor | None = None
+        self.dz_scale: Tensor | None = None
+        self.fresh = True  # no block of columns has been added to d_hidden in this pass
+
+    def tiled(self, token_blocks: int) -> bool:
+        """Whether d_weight's columns are summed in a tile before they are put in place."""
+        return self.weight is not None and (self.scaled or (self.direct and token_blocks > 1))
+
+    def begin_pass(self, dz_scale: Tensor | None) -> None:
+        """Before the blocks of columns of some tokens."""
+        self.dz_scale, self.fresh = dz_scale, True
+
+    def open(self, start: int, stop: int, token_blocks: int) -> None:
+        """Before a block of columns."""
+        if self.tiled(token_blocks):
+            self.tile = self.work.empty(stop - start, self.work.head.hidden_size)
+        self.first = True
+
+    def add(self, dz: Tensor, rows: Rows, at: int, start: int) -> None:
+        """The products of dz [m, C]: tokens from `at` on, columns from `start` on."""
+        p, stop, token_stop = self.work.problem, start + dz.shape[1], at + rows.count
+        if self.hidden is not None:
+            matmul(dz, p.weight[start:stop], self.hidden[at:token_stop], accumulate=not self.fresh)
+        if self.tile is not None:
+            matmul(dz.T, rows.hidden, self.tile, accumulate=not self.first)
+        elif self.weight is not None:
+            matmul(dz.T, rows.hidden, self.weight[start:stop], accumulate=not self.direct)
+        if self.bias is not None:
+            self.bias[start:stop] += self._unscaled(dz.sum(0, dtype=torch.float32))
+        if self.lora_u is not None and p.lora_b is not None:
+            matmul(dz, p.lora_b[start:stop], self.lora_u[at:token_stop], accumulate=True)
+        if self.lora_b is not None and rows.lora_u is not None:
+            part = self.lora_b.new_empty(stop - start, rows.lora_u.shape[1])
+            matmul(dz.T, rows.lora_u, part)
+            self.lora_b[start:stop] += self._unscaled(part)
+        self.first = False
+
+    def close(self, start: int, stop: int) -> None:
+        """After a block of columns: its tile is rounded once, or added to the whole."""
+        self.fresh = False
+        if self.tile is not None and self.weight is not None:
+            if self.direct:
+                self.weight[start:stop] = self._unscaled(self.tile)
+            else:
+                self.weight[start:stop] += self._unscaled(self.tile)
+            self.tile = None
+
+    def end_pass(self, start: int, stop: int) -> None:
+        """After all columns of tokens start to stop."""
+        for rows in (self.hidden, self.lora_u):
+            if rows is not None:
+                self._unscaled(rows[start:stop])
+
+    def _unscaled(self, x: Tensor) -> Tensor:
+        """x, divided in place by dz's scale."""
+        return x if self.dz_scale is None else x.div_(self.dz_scale)
+
+    def finish(self) -> Gradients:
+        """In the inputs' dtypes, exactly 0 at tokens that are not live, whole over the ranks."""
+        p = self.work.problem
+        if p.group is not None and p.reduce_hidden_grad:
+            for whole in (self.hidden, self.lora_u):
+                if whole is not None:
+                    all_reduce(whole, p.group)
+        return Gradients(
+            hidden=_spread(self.hidden, p.hidden, p.live),
+            weight=None if self.weight is None or self.grad_buffer is not None else self.weight.to(p.weight.dtype),
+            bias=None if self.bias is None or p.bias is None else self.bias.to(p.bias.dtype),
+            lora_u=_spread(self.lora_u, p.lora_u, p.live),
+            lora_b=None if self.lora_b is None or p.lora_b is None else self.lora_b.to(p.lora_b.dtype),
+        )
+
+
+def _spread(sums: Tensor | None, like: Tensor | None, live: Tensor | None) -> Tensor | None:
+    """[n, ...] sums to [N, ...] gradients in their input's dtype."""
+    if sums is None or like is None:
+        return None
+    if live is None:
+        return sums.to(like.dtype)
+    return like.new_zeros(like.shape).index_copy_(0, live, sums.to(like.dtype))
