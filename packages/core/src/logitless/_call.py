@@ -142,7 +142,7 @@ class Call:
             "entropy": entropy,
             "workspace_bytes": self.workspace_bytes,
         }
-        check_agreement(self.process_group, facts)
+        check_agreement(self.process_group, facts, self.hidden.device)
 
     def unchecked(self, values: Tensor, index: Tensor | None = None) -> Tensor:
         """What `validate=False` promises: exactly 0 where ignored, NaN where the label is no token.

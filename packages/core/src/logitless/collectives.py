@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
@@ -25,6 +27,7 @@ __all__ = [
 ]
 
 DEBUG = "LOGITLESS_DEBUG"
+FACTS_BYTES = 4096
 
 
 def group_facts(group: Any) -> tuple[int, int, str]:
@@ -82,14 +85,18 @@ def debugging() -> bool:
     return os.environ.get(DEBUG) == "1"
 
 
-def check_agreement(group: Any, facts: Mapping[str, object]) -> None:
-    """Raise on every rank, naming what differs, if the ranks' facts are not the same."""
-    everyone: list[Mapping[str, object]] = [{}] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, dict(facts), group=group)
-    differing = [name for name in facts if len({repr(one.get(name)) for one in everyone}) > 1]
+def check_agreement(group: Any, facts: Mapping[str, object], device: torch.device) -> None:
+    """Raise on every rank, naming what differs, if the ranks' facts are not the same.
+
+    They travel as text in a tensor of fixed length: torch's own gathering of objects needs numpy.
+    """
+    text = json.dumps({name: str(fact) for name, fact in facts.items()}).encode()[:FACTS_BYTES].ljust(FACTS_BYTES)
+    gathered = gather_stacked(torch.tensor([list(text)], dtype=torch.uint8, device=device), group)
+    everyone = [json.loads(bytes(one[0].tolist())) for one in gathered]
+    differing = [name for name in facts if len({one[name] for one in everyone}) > 1]
     if differing:
         told = "; ".join(
-            f"{name}: " + ", ".join(f"rank {rank} has {one.get(name)}" for rank, one in enumerate(everyone))
+            f"{name}: " + ", ".join(f"rank {rank} has {one[name]}" for rank, one in enumerate(everyone))
             for name in differing
         )
         raise InvalidInputError(f"tp_group: its ranks disagree ({told}); every rank must score the same tokens")
