@@ -110,7 +110,7 @@ def _exponential_products(work: Work, rows: Rows, kept: Kept, g: Tensor, sums: S
     sums.open(0, kept.columns, 1)
     if sums.weight is not None:
         scaled = (rows.hidden * s).to(work.operand)
-        matmul(body.T, scaled, sums.weight[: kept.columns], accumulate=not sums.direct)
+        matmul(body.T, scaled, sums.weight[: kept.columns], accumulate=not sums.unwritten)
     if sums.hidden is not None:
         mine = sums.hidden[at : at + rows.count]
         matmul(body, work.problem.weight[: kept.columns], mine)

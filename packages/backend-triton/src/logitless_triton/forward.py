@@ -230,13 +230,16 @@ def forward_pass(work: Work, rows: Rows, kept: Kept, scores: Scores, start: int)
     """Score a block of rows, the tokens from `start` on; keep what `kept` has room for."""
     p, head = work.problem, work.head
     stop = start + rows.count
-    label = work.empty(rows.count)
-    label_logits(rows, head, label)
-    reference = reference_logits(label, rows.f) if kept.mode == EXPONENTIALS else None
+    label, reference = work.empty(rows.count), None
+    if kept.mode == EXPONENTIALS:
+        label_logits(rows, head, label)
+        reference = reference_logits(label, rows.f)
     tiles = ceil_div(head.valid, work.config.forward.columns)
     # A stride that 16 divides, whatever m is: Triton specialises on that, and other code sums in another order.
     parts = work.empty(3, tiles, ceil_div(rows.count, 16) * 16)
     _scan(work, rows, kept, reference, parts)
+    if kept.mode != EXPONENTIALS:  # after the long kernel, so that it starts the sooner
+        label_logits(rows, head, label)
     stats, outputs = scores.stats[:, start:stop], (scores.log_prob[start:stop], scores.entropy[start:stop])
     if p.group is not None:
         own = work.empty(4, parts.shape[2])

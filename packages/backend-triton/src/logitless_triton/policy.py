@@ -17,6 +17,7 @@ from logitless_triton.kept import DIFFERENCES, Kept
 from logitless_triton.layout import bytes_per_row
 from logitless_triton.rows import Work
 from logitless_triton.sums import Sums
+from logitless_triton.tile import ceil_div
 
 __all__ = ["chunk_of", "policy_loss"]
 
@@ -29,8 +30,14 @@ def chunk_of(work: Work) -> tuple[int, bool]:
     # The whole vocabulary, not this rank's: ranks with uneven shards must make the same chunks.
     fit = work.problem.workspace_bytes // bytes_per_row(work.problem.vocab_size, work.config.forward.columns, work.item)
     if work.operand != torch.float16 and fit >= min(FEWEST, work.n):
-        return min(most, max(16, fit // 128 * 128 if fit >= 128 else fit // 16 * 16)), True
+        return _even(work.n, min(most, max(16, fit // 128 * 128 if fit >= 128 else fit // 16 * 16))), True
     return most, False
+
+
+def _even(n: int, most: int) -> int:
+    """Chunks of nearly one size: as many as `most` makes of them."""
+    each = ceil_div(n, max(1, ceil_div(n, most)))
+    return min(most, max(16, ceil_div(each, 128) * 128))
 
 
 def policy_loss(
@@ -53,6 +60,10 @@ def policy_loss(
         forward_pass(work, rows, kept, scores, start)
         log_prob, entropy_m = scores.log_prob[start:stop], scores.entropy[start:stop]
         grads = token_loss(log_prob, entropy_m if entropy else None, range(start, stop))
-        if grads is not None:
+        if grads is None:
+            sums.skip(start, stop)
+        else:
             backward_pass(work, rows, kept, scores.stats[:, start:stop], grads, sums, start, consume=True)
+        del kept
+    buffer = None  # before the gradients are rounded: that needs room for another d_weight
     return PolicyResult(scores.log_prob, scores.entropy if entropy else None, sums.finish())

@@ -69,15 +69,14 @@ class Sums:
             self.direct = passes == 1
             dtype = p.weight.dtype if self.direct else torch.float32
             self.weight = work.empty(*p.weight.shape, dtype=dtype)
-            valid = work.head.valid if work.n else 0
-            self.weight[valid:] = 0
-            if not self.direct:
-                self.weight[:valid] = 0
+            self.weight[work.head.valid :] = 0
         if self.hidden is not None and not work.head.valid:
             self.hidden.zero_()
         self.tile: Tensor | None = None
         self.dz_scale: Tensor | None = None
+        self.passes = 0
         self.fresh = True  # no block of columns has been added to d_hidden in this pass
+        self.first = True  # no block of tokens has been added to this block of columns
 
     def tiled(self, token_blocks: int) -> bool:
         """Whether d_weight's columns are summed in a tile before they are put in place."""
@@ -85,7 +84,12 @@ class Sums:
 
     def begin_pass(self, dz_scale: Tensor | None) -> None:
         """Before the blocks of columns of some tokens."""
-        self.dz_scale, self.fresh = dz_scale, True
+        self.dz_scale, self.fresh, self.passes = dz_scale, True, self.passes + 1
+
+    @property
+    def unwritten(self) -> bool:
+        """Whether this block of columns of d_weight holds nothing yet; a caller's buffer always holds something."""
+        return self.grad_buffer is None and self.passes <= 1 and self.first
 
     def open(self, start: int, stop: int, token_blocks: int) -> None:
         """Before a block of columns."""
@@ -101,7 +105,7 @@ class Sums:
         if self.tile is not None:
             matmul(dz.T, rows.hidden, self.tile, accumulate=not self.first)
         elif self.weight is not None:
-            matmul(dz.T, rows.hidden, self.weight[start:stop], accumulate=not self.direct)
+            matmul(dz.T, rows.hidden, self.weight[start:stop], accumulate=not self.unwritten)
         if self.bias is not None:
             self.bias[start:stop] += self._unscaled(dz.sum(0, dtype=torch.float32))
         if self.lora_u is not None and p.lora_b is not None:
@@ -116,7 +120,7 @@ class Sums:
         """After a block of columns: its tile is rounded once, or added to the whole."""
         self.fresh = False
         if self.tile is not None and self.weight is not None:
-            if self.direct:
+            if self.grad_buffer is None and self.passes <= 1:
                 self.weight[start:stop] = self._unscaled(self.tile)
             else:
                 self.weight[start:stop] += self._unscaled(self.tile)
@@ -128,6 +132,11 @@ class Sums:
             if rows is not None:
                 self._unscaled(rows[start:stop])
 
+    def skip(self, start: int, stop: int) -> None:
+        """Instead of a pass: tokens start to stop get no gradient."""
+        if self.hidden is not None:
+            self.hidden[start:stop] = 0
+
     def _unscaled(self, x: Tensor) -> Tensor:
         """x, divided in place by dz's scale."""
         return x if self.dz_scale is None else x.div_(self.dz_scale)
@@ -135,6 +144,8 @@ class Sums:
     def finish(self) -> Gradients:
         """In the inputs' dtypes, exactly 0 at tokens that are not live, whole over the ranks."""
         p = self.work.problem
+        if self.weight is not None and self.grad_buffer is None and not self.passes:
+            self.weight.zero_()
         if p.group is not None and p.reduce_hidden_grad:
             for whole in (self.hidden, self.lora_u):
                 if whole is not None:
