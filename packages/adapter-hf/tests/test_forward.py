@@ -38,7 +38,7 @@ def alone(check: Any, model: Any, temperature: torch.Tensor | float = 1.0) -> tu
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral", "gemma2"])
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_equals_each_sequence_alone(name: str, layout: str, make_model: Any, check: Any) -> None:
     model = make_model(name)
     temperature = torch.rand(sum(LENGTHS), dtype=torch.float64) + 0.5
@@ -83,8 +83,8 @@ def test_loss_fn_sees_batch_order(layout: str, make_model: Any) -> None:
 
 
 def test_a_model_that_mixes_packed_sequences_is_refused_and_left_unbound(make_model: Any, check: Any) -> None:
-    model = make_model("opt")
-    with pytest.raises(UnsupportedError, match="OPTForCausalLM: two sequences packed in one row .* use layout='bshd'"):
+    model = make_model("bloom", n_layer=2, n_head=4)
+    with pytest.raises(UnsupportedError, match="BloomForCausalLM: two sequences packed .* use layout='bshd'"):
         logitless.make_forward(model, "thd")
     assert not is_bound_class(type(model))
     out = logitless.make_forward(model, "bshd")(PackedBatch.from_sequences(sequences()))

@@ -1,0 +1,287 @@
+"""Attention within each sequence of a packed row, in place of a model's own for the length of one call.
+
+transformers' sdpa and eager attention tell packed sequences apart, if at all, by a mask of [T, T]. Here the family's
+mask becomes a small tensor that says which sequences there are and how far a token sees, and reaches each layer on
+the mask's own way, whatever keywords the family passes on; each sequence is then attended to by itself.
+
+Shape suffixes: B sequences, H query heads, G key heads, T packed tokens, L tokens of one sequence, E head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from logitless.errors import UnsupportedError
+
+__all__ = ["FLASH", "attention_configs", "implementations", "packed_attention"]
+
+FLASH = frozenset({"flash_attention_2", "flash_attention_3"})
+PACKED = {"sdpa": "logitless_packed_sdpa", "eager": "logitless_packed_eager"}
+KEY = "_attn_implementation_internal"  # where a config keeps its choice: its setter would also set its sub-configs
+CHECKPOINTERS = ("_gradient_checkpointing_func", "checkpoint_fn")  # of transformers, and of torch's CheckpointWrapper
+BLOCK = 256  # queries that a window is cut into at least
+# Keywords that families pass on to every attention and that change nothing here.
+HARMLESS = {
+    *("position_ids", "cache_position", "use_cache", "return_dict", "output_hidden_states", "layer_idx"),
+    *("sliding_window", "is_causal"),  # sdpa and eager go by the mask, if there is one, and so does this
+}
+
+_lengths: ContextVar[tuple[int, ...] | None] = ContextVar("logitless_packed_lengths", default=None)
+
+
+# --- the mask -----------------------------------------------------------------------------------------------------
+
+
+def _check_mask(mask_function: Callable[..., Any], lengths: Sequence[int], window: int | None, device: Any) -> None:
+    """Refuse a mask that is not causal, within `window`: looked at where each token's view begins and ends."""
+    size_B = torch.tensor(lengths, device=device)
+    end_B = size_B.cumsum(0)
+    end_T, start_T = (x.repeat_interleave(size_B, output_size=sum(lengths)) for x in (end_B, end_B - size_B))
+    place_T = torch.arange(sum(lengths), device=device)
+    first_T = start_T if window is None else torch.maximum(start_T, place_T - window + 1)
+    zero_T = torch.zeros_like(place_T)
+
+    def sees(key_T: Tensor) -> Tensor:
+        return torch.as_tensor(mask_function(zero_T, zero_T, place_T, key_T), device=device)
+
+    seen_T = sees(place_T) & sees(first_T)
+    before_T = sees((first_T - 1).clamp(min=0)) & (first_T > start_T)
+    after_T = sees(torch.minimum(place_T + 1, end_T - 1)) & (place_T + 1 < end_T)
+    if not bool((seen_T & ~before_T & ~after_T).all()):
+        raise UnsupportedError(
+            f"the model's attention mask is not causal within {window or 'all'} tokens, as packed attention is, for "
+            f"sequences of up to {max(lengths)} tokens; use layout='bshd'"
+        )
+
+
+def _packed_mask(
+    *,
+    mask_function: Callable[..., Any],
+    kv_length: int,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    device: Any = None,
+    cache_position: Tensor | None = None,
+    **_: Any,
+) -> Tensor:
+    """What `AttentionMaskInterface` asks for: int64 [1 + B, 1, 1, 1] on the CPU, the window (0: none) and the lengths.
+
+    Any attention but the one below fails with it, so it cannot be taken for a mask.
+    """
+    lengths = _lengths.get()
+    padded = attention_mask is not None and not bool(attention_mask.all())  # some make one that is true everywhere
+    if lengths is None or padded or kv_length != sum(lengths):
+        raise UnsupportedError("packed attention: the model asks for a mask that is not of the packed row")
+    if device is None:
+        device = "cpu" if cache_position is None else cache_position.device
+    _check_mask(mask_function, lengths, local_size, device)
+    return torch.tensor([local_size or 0, *lengths]).view(-1, 1, 1, 1)
+
+
+def _read(mask: Any, total: int) -> tuple[int | None, list[int]]:
+    """The window and the lengths that `_packed_mask` wrote."""
+    if not isinstance(mask, Tensor) or mask.dtype != torch.int64 or mask.ndim != 4 or mask.shape[1:] != (1, 1, 1):
+        got = f"a mask {tuple(mask.shape)} of {mask.dtype}" if isinstance(mask, Tensor) else type(mask).__qualname__
+        raise UnsupportedError(f"packed attention: the family's layer gives {got}, not the mask of a packed row")
+    window, *lengths = mask.flatten().tolist()
+    if sum(lengths) != total:
+        raise UnsupportedError(f"packed attention: got {total} tokens, expected {sum(lengths)}")
+    return window or None, lengths
+
+
+# --- one sequence -------------------------------------------------------------------------------------------------
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, window: int | None, dropout: float, scale: float | None
+) -> Tensor:
+    """[1, H, Q, E] queries at the end of [1, G, K, E] keys; causal, within the window."""
+    grouped = query.shape[1] != key.shape[1]
+    mask, causal = None, query.shape[2] == key.shape[2]
+    if not causal or (window is not None and window < key.shape[2]):
+        mask, causal = _band(query, key, window), False
+    return functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=grouped
+    )
+
+
+def _attend_capped(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    window: int | None,
+    dropout: float,
+    scale: float | None,
+    *,
+    softcap: float,
+) -> Tensor:
+    """The same with scores c·tanh(z/c), which torch's attention does not know; softmax in float32 or wider."""
+    groups = query.shape[1] // key.shape[1]
+    query = torch.unflatten(query, 1, (key.shape[1], groups))  # (1, G, H/G, Q, E)
+    scores = query @ key.unsqueeze(2).mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+    scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~_band(query, key, window), float("-inf"))
+    weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(query.dtype)
+    weights = functional.dropout(weights, dropout)
+    return (weights @ value.unsqueeze(2)).flatten(1, 2)
+
+
+def _band(query: Tensor, key: Tensor, window: int | None) -> Tensor:
+    """[Q, K] bool: which keys each query sees."""
+    queries, keys = query.shape[-2], key.shape[-2]
+    place = torch.arange(keys - queries, keys, device=query.device).unsqueeze(1)
+    behind = place - torch.arange(keys, device=query.device)
+    return (behind >= 0) if window is None else (behind >= 0) & (behind < window)
+
+
+def _attend_sequence(
+    attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, window: int | None
+) -> Tensor:
+    """[1, H, L, E]; with a window, in blocks that see themselves and the block before: linear in L."""
+    length = query.shape[2]
+    if window is None or length <= window:
+        return attend(query, key, value, None)
+    step = max(window, BLOCK)
+    # Split and joined, not sliced: the gradient of a slice is as large as what it was cut from.
+    blocks = [torch.split(x, step, dim=2) for x in (query, key, value)]
+    out = []
+    for i, part in enumerate(blocks[0]):
+        keys, values = (x[i] if i == 0 else torch.cat((x[i - 1], x[i]), dim=2) for x in blocks[1:])
+        out.append(attend(part, keys, values, window))
+    return torch.cat(out, dim=2)
+
+
+# --- the row ------------------------------------------------------------------------------------------------------
+
+
+def _packed_forward(
+    own: str,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    **rest: Any,
+) -> tuple[Tensor, None]:
+    """What `AttentionInterface` asks for, in place of the implementation `own`.
+
+    Args:
+        query, key, value: [1, H, T, E], [1, G, T, E] and [1, G, T, E of values].
+        attention_mask: what `_packed_mask` made.
+        rest: keywords that are not understood are refused.
+
+    Returns:
+        [1, T, H, E of values], and no weights.
+    """
+    unknown = [name for name, x in rest.items() if name not in HARMLESS and x is not None and x is not False]
+    if softcap is not None and own != "eager":  # transformers < 5.24 leaves it out in sdpa, later ones raise
+        unknown.append("softcap (load the model with attn_implementation='eager')")
+    if unknown:
+        raise UnsupportedError(f"packed attention: got {', '.join(unknown)}, which it does not understand")
+    if query.shape[0] != 1 or query.shape[2] != key.shape[2]:
+        raise UnsupportedError(f"packed attention: got queries {tuple(query.shape)}, keys {tuple(key.shape)}: a cache?")
+    window, lengths = _read(attention_mask, query.shape[2])
+    inner = _attend if softcap is None else partial(_attend_capped, softcap=softcap)
+    attend = partial(inner, dropout=dropout, scale=scaling)
+    queries, keys, values = (torch.split(x, lengths, dim=2) for x in (query, key, value))
+    rows = zip(queries, keys, values, strict=True)
+    out = torch.cat([_attend_sequence(attend, q, k, v, window) for q, k, v in rows], dim=2)
+    return out.transpose(1, 2).contiguous(), None
+
+
+# --- in a model's place of its own ----------------------------------------------------------------------------------
+
+
+def _register() -> None:
+    from transformers.masking_utils import AttentionMaskInterface
+    from transformers.modeling_utils import AttentionInterface
+
+    for own, name in PACKED.items():
+        if name not in AttentionInterface._global_mapping:
+            AttentionInterface.register(name, partial(_packed_forward, own))
+            AttentionMaskInterface.register(name, _packed_mask)
+
+
+def attention_configs(model: nn.Module) -> list[Any]:
+    """Every config that a module of the model reads its attention implementation from, sub-configs too."""
+    found: dict[int, Any] = {}
+    waiting = [module.__dict__.get("config") for module in model.modules()]
+    while waiting:
+        config = waiting.pop()
+        if KEY in getattr(config, "__dict__", {}) and id(config) not in found:
+            found[id(config)] = config
+            waiting.extend(config.__dict__.values())
+    return list(found.values())
+
+
+def _choices(model: nn.Module) -> list[tuple[dict[str, Any], str]]:
+    """Where the names of attention implementations stand: configs, and modules that keep a copy."""
+    found = [(config.__dict__, KEY) for config in attention_configs(model)]
+    copies = [module.__dict__ for module in model.modules() if "_attn_implementation" in module.__dict__]
+    return found + [(copy, "_attn_implementation") for copy in copies]
+
+
+def implementations(model: nn.Module) -> set[str]:
+    """Names of the attention implementations that the model is set to."""
+    return {str(place[name]) for place, name in _choices(model)}
+
+
+@contextmanager
+def _switched(choices: list[tuple[dict[str, Any], str]], lengths: tuple[int, ...]) -> Iterator[None]:
+    before = [place[name] for place, name in choices]
+    token = _lengths.set(lengths)
+    try:
+        for (place, name), own in zip(choices, before, strict=True):
+            place[name] = PACKED.get(own, own)
+        yield
+    finally:
+        for (place, name), own in zip(choices, before, strict=True):
+            place[name] = own
+        _lengths.reset(token)
+
+
+@contextmanager
+def packed_attention(model: nn.Module, lengths: Sequence[int]) -> Iterator[None]:
+    """Within the block, a call of the model with one row of such sequences attends within each of them.
+
+    Layers that are recomputed in the backward, by gradient checkpointing, do so in the same way after the block.
+
+    Args:
+        model: its implementations are sdpa or eager; others are left as they are.
+        lengths: of the sequences, T in all; those of length 0 take no part.
+    """
+    _register()
+    choices, sizes = _choices(model), tuple(length for length in lengths if length)
+
+    def again(checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def recomputed(*args: Any, **kwargs: Any) -> Any:
+            with _switched(choices, sizes):
+                return function(*args, **kwargs)
+
+        return checkpoint(recomputed, *args, **kwargs)
+
+    checkpointers = [
+        (module.__dict__, name, module.__dict__[name])
+        for module in model.modules()
+        for name in CHECKPOINTERS
+        if callable(module.__dict__.get(name))
+    ]
+    try:
+        for place, name, checkpoint in checkpointers:
+            place[name] = partial(again, checkpoint)
+        with _switched(choices, sizes):
+            yield
+    finally:
+        for place, name, checkpoint in checkpointers:
+            place[name] = checkpoint
