@@ -2,8 +2,9 @@
 
     python examples/score_by_logits.py MODEL RECORDS OUTPUT TOKENS_PER_BATCH
 
-It pads the same batches, so that its peak memory can be set against that of `logitless score`; all else is plain
-transformers and torch. OUTPUT is JSONL with `token_ids`, `log_probs` and `entropy` of every completion.
+Its batches are of as many tokens, in padded rows, so that its peak memory can be set against that of
+`logitless score`; all else is plain transformers and torch. OUTPUT is JSONL with `token_ids`, `log_probs` and
+`entropy` of every completion.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from rich.progress import track
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from logitless_hf.score.batches import TokenSequence, collate, plan
+from logitless_hf.score.batches import TokenSequence, pack, plan
 
 
 def encode(tokenizer: Any, record: dict[str, Any]) -> tuple[list[int], list[int]]:
@@ -46,12 +47,12 @@ def main() -> None:
         sequences.append(TokenSequence(number, prompt + completion, len(prompt)))
 
     rows: list[dict[str, Any]] = [{} for _ in sequences]
-    batches = plan([len(sequence.ids) for sequence in sequences], int(tokens_per_batch))
+    batches = plan([len(sequence.ids) for sequence in sequences], int(tokens_per_batch), padded=True)
     for indices in track(batches, "scoring by logits"):
-        batch = collate([sequences[index] for index in indices], model.device)
+        batch = pack([sequences[index] for index in indices], model.device).to_padded()
         logits = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False).logits
         log_p = logits.log_softmax(-1)
-        log_probs = log_p.gather(-1, batch.shift_labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+        log_probs = log_p.gather(-1, batch.labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
         entropy = -(log_p.exp() * log_p).sum(-1)
         for row, index in enumerate(indices):
             sequence = sequences[index]

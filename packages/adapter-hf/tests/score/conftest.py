@@ -118,9 +118,18 @@ class Commands:
     def start(self, *arguments: object, torchrun: int = 0) -> subprocess.Popen[str]:
         launcher = [sys.executable]
         if torchrun:
-            launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={torchrun}"]
+            launcher += [
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                f"--nproc-per-node={torchrun}",
+                "-m",
+                "logitless",
+            ]
+        else:
+            launcher += [str(Path(sys.executable).with_name("logitless"))]
         return subprocess.Popen(
-            [*launcher, Path(sys.executable).with_name("logitless"), "score", *map(str, arguments)],
+            [*launcher, "score", *map(str, arguments)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from logitless.errors import InvalidInputError, LogitlessError
+from logitless.errors import InvalidInputError, LogitlessError, UnsupportedError
 from logitless_hf.score import runner
 from logitless_hf.score.options import Options
 from logitless_hf.score.runner import Summary
@@ -108,7 +108,36 @@ def test_metadata_say_how_text_became_tokens(score: Score, write: Write, varied:
     assert len(metadata["tokenization"]["chat_template_sha256"]) == 64
     assert metadata["run"]["options"]["temperature"] == 0.5
     assert metadata["model"]["dtype"] == "float32"
+    assert metadata["layout"] == "thd"
     assert metadata["run"]["versions"]["torch"] == torch.__version__
+
+
+def test_a_model_that_mixes_packed_sequences_runs_padded_rows(
+    score: Score, write: Write, varied: Varied, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = write(*varied(7))
+    score(records, "packed.jsonl")
+    make_forward, rows = runner.make_forward, 0
+
+    def refusing(model: Any, layout: str, backend: str | None) -> Any:
+        if layout == "thd":
+            raise UnsupportedError("packed sequences would be mixed")
+        model.register_forward_pre_hook(count, with_kwargs=True)
+        return make_forward(model, layout, backend)
+
+    def count(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        nonlocal rows
+        rows = max(rows, len(kwargs["input_ids"]))
+        assert kwargs["input_ids"].numel() <= 40
+
+    monkeypatch.setattr(runner, "make_forward", refusing)
+    score(records, "rows.jsonl")
+    assert rows > 1
+    assert json.loads((tmp_path / "rows.jsonl.meta.json").read_text())["layout"] == "bshd"
+    for got, expected in zip(read(tmp_path / "rows.jsonl"), read(tmp_path / "packed.jsonl"), strict=True):
+        assert got["token_ids"] == expected["token_ids"]
+        assert got["log_probs"] == pytest.approx(expected["log_probs"], abs=1e-4)
+        assert got["entropy"] == pytest.approx(expected["entropy"], abs=1e-4)
 
 
 def test_float64_is_kept_whole(score: Score, write: Write, checkpoint: Path, tmp_path: Path) -> None:
@@ -132,7 +161,9 @@ def test_no_more_than_one_part_is_held(
 ) -> None:
     sizes: list[int] = []
     plan = runner.plan
-    monkeypatch.setattr(runner, "plan", lambda lengths, budget: sizes.append(len(lengths)) or plan(lengths, budget))
+    monkeypatch.setattr(
+        runner, "plan", lambda lengths, *rest, **by: sizes.append(len(lengths)) or plan(lengths, *rest, **by)
+    )
     score(write(*varied(11)))
     assert sizes == [4, 4, 3]
 

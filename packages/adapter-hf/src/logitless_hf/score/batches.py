@@ -1,7 +1,4 @@
-"""Batches: token sequences sorted by length and padded on the right, within a budget of tokens.
-
-Shape suffixes: B sequences, T the length of the longest.
-"""
+"""Batches: token sequences sorted by length, within a budget of tokens."""
 
 from __future__ import annotations
 
@@ -9,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-__all__ = ["IGNORED", "Batch", "TokenSequence", "collate", "plan"]
+from logitless import PackedBatch
 
-IGNORED = -100
+__all__ = ["TokenSequence", "pack", "plan"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,45 +21,32 @@ class TokenSequence:
     prompt_length: int
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """What the model is called with: int64 [B, T] each."""
+def plan(lengths: Sequence[int], max_tokens: int, *, padded: bool = False) -> list[list[int]]:
+    """Indices of `lengths` by batch, each of at most `max_tokens` tokens; one that is longer goes alone.
 
-    input_ids: Tensor
-    attention_mask: Tensor
-    shift_labels: Tensor  # at position t the token that follows it, if that is scored; else `IGNORED`
+    The longest come first, so that a batch that does not fit in memory fails at once.
 
-
-def plan(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Indices of `lengths` by batch: longest · count <= `max_tokens` in each, and no more than a quarter is padding.
-
-    The longest come first, so that a batch that does not fit in memory fails at once. One that is longer than the
-    budget goes alone. Without the second rule a part of mixed lengths would mostly be padding, which a model computes
-    like any token.
+    Args:
+        lengths: of the sequences.
+        max_tokens: of one batch.
+        padded: the batch will be rows as long as its longest sequence: padding counts, and is no more than a quarter,
+            since a model computes it like any token.
     """
     batches: list[list[int]] = []
     longest = total = 0
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        padded = longest * (len(batches[-1]) + 1) if batches else 0
-        if batches and padded <= max_tokens and 4 * (total + lengths[index]) >= 3 * padded:
+        more = total + lengths[index]
+        size = longest * (len(batches[-1]) + 1) if padded and batches else more
+        if batches and size <= max_tokens and 4 * more >= 3 * size:
             batches[-1].append(index)
-            total += lengths[index]
+            total = more
         else:
             batches.append([index])
             longest = total = lengths[index]
     return batches
 
 
-def collate(sequences: Sequence[TokenSequence], device: torch.device) -> Batch:
-    """The sequences as one batch, padded on the right: there, no padding is attended to whatever its token id."""
-    longest = max(len(sequence.ids) for sequence in sequences)
-    input_ids_BT = torch.zeros(len(sequences), longest, dtype=torch.int64)
-    attention_mask_BT = torch.zeros_like(input_ids_BT)
-    shift_labels_BT = torch.full_like(input_ids_BT, IGNORED)
-    for row, sequence in enumerate(sequences):
-        length, start = len(sequence.ids), sequence.prompt_length
-        ids = torch.tensor(sequence.ids, dtype=torch.int64)
-        input_ids_BT[row, :length] = ids
-        attention_mask_BT[row, :length] = 1
-        shift_labels_BT[row, start - 1 : length - 1] = ids[start:]
-    return Batch(input_ids_BT.to(device), attention_mask_BT.to(device), shift_labels_BT.to(device))
+def pack(sequences: Sequence[TokenSequence], device: torch.device) -> PackedBatch:
+    """The sequences in one row, with their completions as labels."""
+    scored = [[0] * one.prompt_length + [1] * (len(one.ids) - one.prompt_length) for one in sequences]
+    return PackedBatch.from_sequences([one.ids for one in sequences], loss_mask=scored, device=device)

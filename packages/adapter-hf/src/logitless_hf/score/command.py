@@ -27,7 +27,7 @@ def score(
         typer.Option(help="cpu, cuda or cuda:N.", show_default="this rank's GPU if there is one"),
     ] = None,
     max_tokens_per_batch: Annotated[
-        int, typer.Option(help="Tokens to a batch, padding included; a longer record goes alone.")
+        int, typer.Option(help="Tokens to a batch, packed in one row; a longer record goes alone.")
     ] = 8192,
     records_per_part: Annotated[
         int, typer.Option(help="Records read, sorted by length and saved together: what an interruption can cost.")
@@ -37,7 +37,7 @@ def score(
 ) -> None:
     """Log-prob and entropy of every completion token in a file of records.
 
-    Start it with torchrun to share the records over several processes.
+    Start it as `torchrun --nproc-per-node N -m logitless score ...` to share the records over N processes.
     """
     from rich.console import Console
     from transformers.utils import logging

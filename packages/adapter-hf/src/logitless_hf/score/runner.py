@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from logitless.errors import InvalidInputError, LogitlessError, UnsupportedError
-from logitless_hf import bind
-from logitless_hf.score.batches import TokenSequence, collate, plan
+from logitless_hf.forward import PackedForward, make_forward
+from logitless_hf.score.batches import TokenSequence, pack, plan
 from logitless_hf.score.checkpoint import Checkpoint
 from logitless_hf.score.encode import Encoder
 from logitless_hf.score.options import Options
@@ -87,16 +87,16 @@ class _Run:
                     "give a folder that all ranks share"
                 )
             model = checkpoint.load(options.torch_dtype(), options.torch_device(ranks.local_rank))
-            bind(model, backend=options.backend)
+            forward = packing_forward(model, options.backend)
         # No rank waits inside: one that fails ends at once, and torchrun ends the others.
-        records, tokens = self._score(model, source, encoder, census)
+        records, tokens = self._score(forward, source, encoder, census)
         with ranks.together():
             pass
         with ranks.together():
             if ranks.rank == 0:
                 parts = math.ceil(census.records / options.records_per_part)
                 double = model.dtype == torch.float64
-                output.merge(parts, self._metadata(manifest, encoder, model), double=double)
+                output.merge(parts, self._metadata(manifest, encoder, forward), double=double)
         return Summary(census.records, census.tokens, records, tokens)
 
     def _check_records(self, source: InputFile, encoder: Encoder) -> _Census:
@@ -120,10 +120,11 @@ class _Run:
             if part % self.ranks.size == self.ranks.rank and not skip(part):
                 yield part, [encoder(parse(raw, place), place) for place, raw in lines]
 
-    def _score(self, model: Any, source: InputFile, encoder: Encoder, census: _Census) -> tuple[int, int]:
+    def _score(self, forward: PackedForward, source: InputFile, encoder: Encoder, census: _Census) -> tuple[int, int]:
         """Score the parts that are not there yet; how many records and tokens that was."""
         task = self.progress.add_task("scoring records", total=census.share)
         records = tokens = 0
+        budget, padded = self.options.max_tokens_per_batch, forward.layout == "bshd"
 
         def is_done(part: int) -> bool:
             done = self.output.has_part(part)
@@ -134,8 +135,8 @@ class _Run:
 
         for part, sequences in self._parts(source, encoder, is_done):
             rows: list[Row] = []
-            for batch in plan([len(sequence.ids) for sequence in sequences], self.options.max_tokens_per_batch):
-                rows += score_batch(model, [sequences[index] for index in batch], encoder, self.options.temperature)
+            for batch in plan([len(sequence.ids) for sequence in sequences], budget, padded=padded):
+                rows += score_batch(forward, [sequences[index] for index in batch], encoder, self.options.temperature)
                 self.progress.advance(task, len(batch))
             self.output.write_part(part, sorted(rows, key=lambda row: int(row["record"])))
             records += len(rows)
@@ -155,7 +156,8 @@ class _Run:
             "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
         }
 
-    def _metadata(self, manifest: dict[str, Any], encoder: Encoder, model: Any) -> dict[str, Any]:
+    def _metadata(self, manifest: dict[str, Any], encoder: Encoder, forward: PackedForward) -> dict[str, Any]:
+        model: Any = forward.model
         return {
             "run": manifest,
             "input": str(self.options.input),
@@ -164,6 +166,7 @@ class _Run:
                 "class": type(model).__name__,
                 "dtype": str(model.dtype).removeprefix("torch."),
             },
+            "layout": forward.layout,
             "ranks": self.ranks.size,
             "tokenization": encoder.describe(),
             "columns": {
@@ -175,30 +178,37 @@ class _Run:
         }
 
 
-@torch.no_grad()
-def score_batch(model: Any, sequences: list[TokenSequence], encoder: Encoder, temperature: float) -> list[Row]:
-    """The scores of some sequences, by a model that is bound; one row for each, in their order."""
-    batch = collate(sequences, model.device)
+def packing_forward(model: Any, backend: str | None) -> PackedForward:
+    """The model over one row of many sequences, "thd", or over padded rows, "bshd", if it would mix them."""
     try:
-        out = model(
-            input_ids=batch.input_ids,
-            attention_mask=batch.attention_mask,
-            shift_labels=batch.shift_labels,
-            return_log_probs=True,
-            temperature=temperature,
-            entropy_grad=False,
-            use_cache=False,
-        )
+        return make_forward(model, "thd", backend)
+    except UnsupportedError:  # if that is for another reason, this says so
+        return make_forward(model, "bshd", backend)
+
+
+@torch.no_grad()
+def score_batch(
+    forward: PackedForward, sequences: list[TokenSequence], encoder: Encoder, temperature: float
+) -> list[Row]:
+    """The scores of some sequences; one row for each, in their order."""
+    model: Any = forward.model
+    batch = pack(sequences, model.device)
+    try:
+        out = forward(batch, temperature=temperature, entropy_grad=False)
     except torch.OutOfMemoryError as error:
         raise UnsupportedError(
             f"a batch of {batch.input_ids.numel()} tokens does not fit in memory; lower --max-tokens-per-batch, then "
             "begin anew with --overwrite"
         ) from error
-    log_probs_BT, entropy_BT = out.log_probs.cpu(), out.entropy.cpu()
+    assert out.log_probs is not None
+    assert out.entropy is not None
+    log_probs_T, entropy_T = out.log_probs.cpu(), out.entropy.cpu()
+    begin = 0
     rows = []
-    for index, sequence in enumerate(sequences):
-        scored = slice(sequence.prompt_length - 1, len(sequence.ids) - 1)
-        log_probs, entropy = log_probs_BT[index, scored], entropy_BT[index, scored]
+    for sequence in sequences:
+        scored = slice(begin + sequence.prompt_length - 1, begin + len(sequence.ids) - 1)
+        log_probs, entropy = log_probs_T[scored], entropy_T[scored]
+        begin += len(sequence.ids)
         if not bool(torch.isfinite(log_probs).all() and torch.isfinite(entropy).all()):
             raise LogitlessError(
                 f"record {sequence.record}: the model gives log-probs or entropies that are not finite; "
