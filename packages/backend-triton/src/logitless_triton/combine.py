@@ -50,42 +50,44 @@ def _label_kernel(
     stride_ur,
     stride_bv,
     stride_br,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     BR: tl.constexpr,
     SOFTCAP: tl.constexpr,
     NEGATE: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    label = tl.load(label_ptr + row)
+    rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    label = tl.load(label_ptr + rows, mask=rows < N, other=-1)
     inside = (label >= 0) & (label < V)
-    row_end = tl.where(inside, D, 0)  # no loads through another rank's label
-    rank_end = tl.where(inside, R, 0)
     offs = tl.arange(0, BLOCK)
-    acc = tl.full((BLOCK,), 0.0, tl.float32)
+    acc = tl.full((ROWS, BLOCK), 0.0, tl.float32)
     for k in range(0, D, BLOCK):
-        a = tl.load(h + row * stride_hn + (k + offs) * stride_hd, mask=(k + offs) < D, other=0.0)
-        b = tl.load(w + label * stride_wv + (k + offs) * stride_wd, mask=(k + offs) < row_end, other=0.0)
+        mask = inside[:, None] & (offs < D - k)[None, :]  # no load through another rank's label
+        a = tl.load(h + rows[:, None] * stride_hn + (k + offs)[None, :] * stride_hd, mask=mask, other=0.0)
+        b = tl.load(w + label[:, None] * stride_wv + (k + offs)[None, :] * stride_wd, mask=mask, other=0.0)
         acc += a.to(tl.float32) * b.to(tl.float32)
-    x = tl.sum(acc, 0)
+    x = tl.sum(acc, 1)  # [ROWS]
     if lora_u is not None:
         rs = tl.arange(0, BR)
-        a = tl.load(lora_u + row * stride_un + rs * stride_ur, mask=rs < R, other=0.0).to(tl.float32)
-        b = tl.load(lora_b + label * stride_bv + rs * stride_br, mask=rs < rank_end, other=0.0).to(tl.float32)
-        x += tl.sum(a * b, 0)
+        mask = inside[:, None] & (rs < R)[None, :]
+        a = tl.load(lora_u + rows[:, None] * stride_un + rs[None, :] * stride_ur, mask=mask, other=0.0)
+        b = tl.load(lora_b + label[:, None] * stride_bv + rs[None, :] * stride_br, mask=mask, other=0.0)
+        x += tl.sum(a.to(tl.float32) * b.to(tl.float32), 1)
     if bias is not None:
         x += tl.load(bias + label, mask=inside, other=0.0).to(tl.float32)
     if SOFTCAP:
         x = tanh(x * pre)
     elif NEGATE:
         x = -x
-    tl.store(out_ptr + row, tl.where(inside, x, -float("inf")))
+    tl.store(out_ptr + rows, tl.where(inside, x, -float("inf")), mask=rows < N)
 
 
-def label_logits(rows, head, out) -> None:
+def label_logits(rows, head, out, *, interpreted: bool) -> None:
     """x of each row's label into out [m]; −inf where the label is another rank's."""
     if rows.count:
         rank = triton.next_power_of_2(max(head.rank, 1))
-        _label_kernel[(rows.count,)](
+        width = 32 if interpreted else 1  # the interpreter's time goes by programs
+        _label_kernel[(ceil_div(rows.count, width),)](
             rows.hidden,
             head.weight,
             head.bias,
@@ -102,6 +104,7 @@ def label_logits(rows, head, out) -> None:
             *head.weight.stride(),
             *rows.lora_strides,
             *head.lora_strides,
+            ROWS=width,
             BLOCK=1024,
             BR=rank,
             SOFTCAP=head.softcap,

@@ -128,6 +128,7 @@ def _recompute_kernel(
     ENTROPY: tl.constexpr,
     SOFTCAP: tl.constexpr,
     NEGATE: tl.constexpr,
+    INFINITE: tl.constexpr,
 ):
     num_m = (N + BM - 1) // BM
     num_n = (V + BN - 1) // BN
@@ -169,7 +170,8 @@ def _recompute_kernel(
             stats, coefs, f_ptr, label_ptr, rows, inside, N, stride_stats, stride_coefs, col0
         )
         q = (x - M[:, None]) * f[:, None] - log_s[:, None]
-        q = tl.maximum(q, FLOOR, propagate_nan=tl.PropagateNan.ALL)
+        if INFINITE:
+            q = tl.maximum(q, FLOOR, propagate_nan=tl.PropagateNan.ALL)
         p = tl.exp2(q)
         dz = p * (a[:, None] + b[:, None] * q) if ENTROPY else p * a[:, None]
         dz = tl.where(cols[None, :] == label.to(tl.int32)[:, None], at_label[:, None], dz)
@@ -248,6 +250,7 @@ def dz_from_logits(work: Any, rows: Any, stats: Tensor, coefs: Tensor, start: in
         ENTROPY=entropy,
         SOFTCAP=head.softcap,
         NEGATE=head.negate,
+        INFINITE=head.bias is not None,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )

@@ -73,6 +73,8 @@ def _forward_kernel(
     KEPT_TYPE: tl.constexpr,
     SOFTCAP: tl.constexpr,
     NEGATE: tl.constexpr,
+    RAGGED: tl.constexpr,
+    INFINITE: tl.constexpr,
 ):
     num_m = (N + BM - 1) // BM
     num_n = (V + BN - 1) // BN
@@ -111,9 +113,12 @@ def _forward_kernel(
         cols = pn * BN + tl.arange(0, BN)
         inside = rows < N
         f = tl.load(f_ptr + rows, mask=inside, other=0.0)
-        x = tl.where(cols[None, :] < V, x, -float("inf"))
+        if RAGGED:
+            x = tl.where(cols[None, :] < V, x, -float("inf"))
         m = tl.maximum(tl.max(x, 1), -1.0e30)  # finite: −inf − −inf would be NaN
-        d = tl.maximum((x - m[:, None]) * f[:, None], FLOOR, propagate_nan=tl.PropagateNan.ALL)
+        d = (x - m[:, None]) * f[:, None]
+        if INFINITE:
+            d = tl.maximum(d, FLOOR, propagate_nan=tl.PropagateNan.ALL)
         e = tl.exp2(d)  # [BM, BN]
         s = tl.sum(e, 1)
         t = tl.sum(e * d, 1)
@@ -195,6 +200,8 @@ def _scan(work: Work, rows: Rows, kept: Kept, reference: Tensor | None, parts: T
         KEPT_TYPE=TYPES[kept.body.dtype] if kept.body is not None else tl.float32,
         SOFTCAP=head.softcap,
         NEGATE=head.negate,
+        RAGGED=head.valid % tile.columns != 0,
+        INFINITE=head.bias is not None or head.valid % tile.columns != 0,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
@@ -232,14 +239,14 @@ def forward_pass(work: Work, rows: Rows, kept: Kept, scores: Scores, start: int)
     stop = start + rows.count
     label, reference = work.empty(rows.count), None
     if kept.mode == EXPONENTIALS:
-        label_logits(rows, head, label)
+        label_logits(rows, head, label, interpreted=work.interpreted)
         reference = reference_logits(label, rows.f)
     tiles = ceil_div(head.valid, work.config.forward.columns)
     # A stride that 16 divides, whatever m is: Triton specialises on that, and other code sums in another order.
     parts = work.empty(3, tiles, ceil_div(rows.count, 16) * 16)
     _scan(work, rows, kept, reference, parts)
     if kept.mode != EXPONENTIALS:  # after the long kernel, so that it starts the sooner
-        label_logits(rows, head, label)
+        label_logits(rows, head, label, interpreted=work.interpreted)
     stats, outputs = scores.stats[:, start:stop], (scores.log_prob[start:stop], scores.entropy[start:stop])
     if p.group is not None:
         own = work.empty(4, parts.shape[2])

@@ -5,11 +5,12 @@ Two ways, told apart by the buffer's length (nothing else reaches the backward w
 DIFFERENCES   d = (x − m)·f of each tile in fp16 (fp32 for fp32 inputs), and the tiles' maxima m. Serves every head and
               both gradients; the backward turns d into dz. In fp16 d is at the floor that rounding dz to bf16 sets,
               entropy-only gradients included; e^d in bf16 is not.
-EXPONENTIALS  E = 2^((x − x_label)·f − 32) in bf16, the operand of the products as it is:
+EXPONENTIALS  E = 2^((x − x_label)·f − 32) in the weight's dtype, the operand of the products as it is:
                   d_weight = Eᵀ·(s·h)      d_hidden = s·(E·W)      s = −g·(dx)/Σ E
               with the label's element overwritten by (p − 1)·Σ E. Only where the entropy needs no gradient, for plain
-              bf16 heads. bf16 holds 2^127: rows whose Σ E would come near it (log_prob below −67 nats) are made
-              again relative to their maximum, by `_mend_kernel`, which leaves at once where a tile has none.
+              bf16 and fp32 heads (fp16 has no range for it). Those hold 2^127: rows whose Σ E would come near it
+              (log_prob below −67 nats) are made again relative to their maximum, by `_mend_kernel`, which leaves at
+              once where a tile has none.
 
 The backward only reads the buffer, so a graph can be gone through twice.
 """
@@ -171,7 +172,9 @@ def _mend_kernel(
             d = tl.maximum((x - M[:, None]) * f[:, None], FLOOR, propagate_nan=tl.PropagateNan.ALL)
             cols = col0 + tl.arange(0, BN)
             at = rows.to(tl.int64)[:, None] * stride_kept + cols[None, :]
-            tl.store(kept + at, tl.exp2(d).to(tl.bfloat16), mask=far[:, None] & (cols < kept_columns)[None, :])
+            tl.store(
+                kept + at, tl.exp2(d).to(kept.dtype.element_ty), mask=far[:, None] & (cols < kept_columns)[None, :]
+            )
 
 
 @triton.jit
@@ -184,7 +187,9 @@ def _seal_kernel(kept, f_ptr, reference_ptr, label_ptr, stats, offset_ptr, kept_
     tl.store(offset_ptr + row, offset)
     label = tl.load(label_ptr + row)
     value = expm1(log_prob) * tl.exp2(offset)
-    tl.store(kept + row * stride_kept + label, value.to(tl.bfloat16), mask=(label >= 0) & (label < kept_columns))
+    tl.store(
+        kept + row * stride_kept + label, value.to(kept.dtype.element_ty), mask=(label >= 0) & (label < kept_columns)
+    )
 
 
 def finish_exponentials(work: Any, rows: Any, kept: Kept, reference: Tensor, stats: Tensor) -> None:

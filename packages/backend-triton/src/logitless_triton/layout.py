@@ -53,8 +53,8 @@ def tiles_that_fit(length: int, n: int, width: int, item: int, mode: int, column
 def _way(request: Request) -> int:
     """What to keep for a request."""
     plain = not (request.bias or request.softcap or request.lora_rank) and request.group_size == 1
-    bf16 = request.hidden_dtype == request.weight_dtype == torch.bfloat16
-    return EXPONENTIALS if plain and bf16 and not request.entropy_grad else DIFFERENCES
+    ranged = request.weight_dtype != torch.float16
+    return EXPONENTIALS if plain and ranged and not request.entropy_grad else DIFFERENCES
 
 
 def kept_length(request: Request, keep_bytes: int) -> int:

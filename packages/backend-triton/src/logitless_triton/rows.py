@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from logitless.types import Problem
-from logitless_triton.config import Config, Device, Tile, config_for, device_facts
+from logitless_triton.config import INTERPRETED, Config, Device, Tile, config_for, device_facts
 
 __all__ = ["Head", "Rows", "Work"]
 
@@ -36,7 +36,7 @@ class Head:
     @classmethod
     def of(cls, problem: Problem) -> Head:
         scale, cap = problem.scale, problem.softcap
-        size = abs(scale) if cap is None else cap
+        size = max(abs(scale), 1e-20) if cap is None else cap  # not 0: times it, −inf has to stay −inf
         return cls(
             weight=problem.weight,
             bias=problem.bias,
@@ -46,7 +46,7 @@ class Head:
             negate=cap is None and scale < 0,
             pre=1.0 if cap is None else scale / cap,
             factor=size * LOG2E,
-            slope=scale / (size * LOG2E) if size else 0.0,
+            slope=scale / (size * LOG2E),
         )
 
     @property
@@ -114,6 +114,10 @@ class Work:
     def item(self) -> int:
         """Bytes of an operand's number."""
         return self.operand.itemsize
+
+    @property
+    def interpreted(self) -> bool:
+        return self.device.capability == INTERPRETED
 
     def programs(self, tile: Tile) -> int:
         """Programs of a persistent grid."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from logitless.collectives import all_reduce
 from logitless.types import Gradients, Needs
+from logitless_triton.rounding import rounded
 from logitless_triton.rows import Rows, Work
 
 __all__ = ["Sums", "matmul", "pass_scale"]
@@ -152,7 +153,9 @@ class Sums:
                     all_reduce(whole, p.group)
         return Gradients(
             hidden=_spread(self.hidden, p.hidden, p.live),
-            weight=None if self.weight is None or self.grad_buffer is not None else self.weight.to(p.weight.dtype),
+            weight=None
+            if self.weight is None or self.grad_buffer is not None
+            else rounded(self.weight, p.weight.dtype),
             bias=None if self.bias is None or p.bias is None else self.bias.to(p.bias.dtype),
             lora_u=_spread(self.lora_u, p.lora_u, p.live),
             lora_b=None if self.lora_b is None or p.lora_b is None else self.lora_b.to(p.lora_b.dtype),
