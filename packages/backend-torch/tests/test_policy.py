@@ -285,6 +285,14 @@ def test_nothing_to_score_gives_zero_with_zero_gradients() -> None:
 
 class Foreign:
     value = torch.ones((), requires_grad=True)
+    row = torch.ones(N, requires_grad=True)
+
+
+def test_a_foreign_leaf_itself_is_noticed() -> None:
+    tensors, labels, _ = make()
+    own = torch.ones(int((labels != -100).sum()), requires_grad=True)
+    with pytest.raises(InvalidInputError, match="another tensor that requires grad"):
+        linear_policy_loss(tensors["hidden"], tensors["weight"], labels, lambda s, i: own)
 
 
 @pytest.mark.parametrize(
@@ -296,6 +304,10 @@ class Foreign:
         (lambda s, i: s.log_probs.mean(), InvalidInputError, "loss_fn: returned shape (), expected"),
         (lambda s, i: s.log_probs[:, None], InvalidInputError, "divide by the global token count inside"),
         (lambda s, i: s.log_probs * Foreign.value, InvalidInputError, "depends on another tensor that requires grad"),
+        (lambda s, i: Foreign.value.expand(len(i)), InvalidInputError, "depends on another tensor that requires grad"),
+        (lambda s, i: Foreign.row[: len(i)], InvalidInputError, "depends on another tensor that requires grad"),
+        (lambda s, i: torch.ones(len(i)), InvalidInputError, "does not depend on the scores"),
+        (torch.no_grad()(lambda s, i: 2 * s.log_probs), InvalidInputError, "computed without gradient"),
         (lambda s, i: s.log_probs + (2 * Foreign.value).exp(), InvalidInputError, "detach that tensor"),
     ],
 )
@@ -306,13 +318,26 @@ def test_bad_loss_fns(loss_fn: Any, error: type[Exception], message: str) -> Non
     assert message in str(raised.value)
 
 
-def test_a_constant_loss_has_zero_gradients() -> None:
+def test_second_derivatives_are_refused() -> None:
     tensors, labels, _ = make()
-    loss, _ = linear_policy_loss(
-        tensors["hidden"], tensors["weight"], labels, lambda s, i: torch.ones(len(i), dtype=torch.float64)
-    )
-    assert loss.item() == int((labels != -100).sum())
-    assert not torch.autograd.grad(loss, tensors["hidden"])[0].any()
+    loss, _ = linear_policy_loss(tensors["hidden"], tensors["weight"], labels, lambda s, i: s.log_probs)
+    with pytest.raises(UnsupportedError, match="first derivatives only"):
+        torch.autograd.grad(loss, tensors["hidden"], create_graph=True)
+
+
+@pytest.mark.parametrize("share", [1e-5, 1e-7])
+def test_small_fp16_gradients_survive_until_a_grad_scaler_lifts_them(share: float) -> None:
+    """Weights of 1/total are as small as that: rounded in the forward, most of their gradients would be zero."""
+    tensors, labels, _ = make(torch.float16)
+    leaves = (tensors["hidden"], tensors["weight"])
+    scale = 2.0**20
+    loss, _ = linear_policy_loss(*leaves, labels, lambda s, i: -share * s.log_probs)
+    got = torch.autograd.grad(scale * loss, leaves)
+    out = linear_log_probs(*leaves, labels)
+    expected = torch.autograd.grad(-scale * share * out.log_probs.sum(), leaves)
+    for a, b in zip(got, expected, strict=True):
+        assert a.dtype == torch.float16
+        assert float((a.float() - b.float()).norm() / b.float().norm()) < 1e-3
 
 
 def test_breaks_a_compiled_graph_once() -> None:

@@ -421,3 +421,14 @@ def test_the_forwards_backend_serves_its_backward() -> None:
         with logitless.use_backend("reference"):
             example.pull(out)
     assert calls == ["other"]
+
+
+def test_forward_mode_is_refused_and_not_taken_for_zero() -> None:
+    example = small()
+    tangent = torch.ones_like(example.hidden)
+
+    def score(hidden: torch.Tensor) -> torch.Tensor:
+        return linear_log_probs(hidden, example.head, example.labels).log_probs
+
+    with pytest.raises(UnsupportedError, match="forward-mode differentiation"):
+        torch.func.jvp(score, (example.hidden.detach(),), (tangent,))

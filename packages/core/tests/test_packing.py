@@ -298,3 +298,45 @@ def test_bad_calls(call: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error) as raised:
         call()
     assert message in str(raised.value)
+
+
+def test_an_idle_micro_batch_takes_what_the_others_take() -> None:
+    """The rank that got it must not fail where the others go on."""
+    for kind in ("list", "padded"):
+        idle = make(kind, [3, 2])._idle()
+        assert idle.pack(torch.zeros(0), of="sequence").shape == idle.labels.shape
+        empty: Any = torch.zeros(0, 7) if kind == "padded" else []
+        width = idle.origin.shape[1] if kind == "padded" else 0
+        assert idle.pack(torch.zeros(0, width) if kind == "padded" else empty).shape == idle.labels.shape
+        assert len(idle.unpack(idle.labels)) == 0
+        assert idle.micro_batches(9)[0] is idle
+
+
+def test_ids_come_as_embeddings_take_them() -> None:
+    assert PackedBatch.from_sequences([torch.tensor([1, 2], dtype=torch.uint8)]).input_ids.dtype == torch.int64
+    assert PackedBatch.from_sequences([torch.tensor([1, 2], dtype=torch.int32)]).input_ids.dtype == torch.int32
+    with pytest.raises(InputTypeError, match=r"input_ids\[0\]: got torch.float32"):
+        PackedBatch.from_sequences([[1.5, 2], [3]])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda b: b.pack([1.0, 2.0], of="sequence"), "x: got list, expected a tensor"),
+        (lambda b: b.pack([1.0, 2.0]), "x: got numbers"),
+        (lambda b: b.unpack([ONES]), "x: got list"),
+        (lambda b: b.unpack(torch.tensor(1.0)), "x: got Tensor, expected a tensor"),
+    ],
+)
+def test_values_of_the_wrong_type(call: Any, message: str) -> None:
+    with pytest.raises(InputTypeError) as raised:
+        call(make("list", [4, 2]))
+    assert message in str(raised.value)
+
+
+def test_a_transposed_nested_tensor_is_refused() -> None:
+    nested = torch.nested.nested_tensor([torch.ones(2, 6), torch.ones(3, 6)], layout=torch.jagged)
+    batch = make("nested", [2, 3])
+    assert batch.pack(nested).shape == (5, 6)
+    with pytest.raises(InvalidInputError, match="ragged dimension"):
+        batch.pack(nested.transpose(1, 2))

@@ -160,8 +160,11 @@ class Sums:
         if self.lora_b is not None and rows.lora_u_Rr is not None:
             self.lora_b[columns.start : columns.stop].addmm_(dz_RC.T, rows.lora_u_Rr)
 
-    def finish(self) -> Gradients:
-        """Rounded once to the inputs' dtypes, exactly 0 at tokens that are not live, whole over the ranks."""
+    def finish(self, *, half: bool = True) -> Gradients:
+        """Rounded once to the inputs' dtypes, exactly 0 at tokens that are not live, whole over the ranks.
+
+        `half=False` leaves the gradients of float16 inputs in the dtype of their sums.
+        """
         p = self.plan.problem
         if self.dz_scale is not None:
             self._multiply(self.dz_scale.reciprocal())
@@ -169,24 +172,29 @@ class Sums:
             for whole in (self.hidden, self.lora_u):
                 if whole is not None:
                     all_reduce(whole, p.group)
+
+        def rounded(sums: Tensor | None, like: Tensor | None, of_tokens: bool = False) -> Tensor | None:
+            if sums is None or like is None:
+                return None
+            dtype = like.dtype if half or like.dtype != torch.float16 else sums.dtype
+            return _spread(sums, like, dtype, p.live, self.plan.rows) if of_tokens else sums.to(dtype)
+
         return Gradients(
-            hidden=_spread(self.hidden, p.hidden, p.live, self.plan.rows),
-            weight=None if self.weight is None or self.grad_buffer is not None else self.weight.to(p.weight.dtype),
-            bias=None if self.bias is None or p.bias is None else self.bias.to(p.bias.dtype),
-            lora_u=_spread(self.lora_u, p.lora_u, p.live, self.plan.rows),
-            lora_b=None if self.lora_b is None or p.lora_b is None else self.lora_b.to(p.lora_b.dtype),
+            hidden=rounded(self.hidden, p.hidden, of_tokens=True),
+            weight=rounded(self.weight, p.weight) if self.grad_buffer is None else None,
+            bias=rounded(self.bias, p.bias),
+            lora_u=rounded(self.lora_u, p.lora_u, of_tokens=True),
+            lora_b=rounded(self.lora_b, p.lora_b),
         )
 
 
-def _spread(sums: Tensor | None, like: Tensor | None, live: Tensor | None, rows: int) -> Tensor | None:
-    """[n, ...] sums to [N, ...] gradients in their input's dtype, a block of rows at a time."""
-    if sums is None or like is None:
-        return None
+def _spread(sums: Tensor, like: Tensor, dtype: torch.dtype, live: Tensor | None, rows: int) -> Tensor:
+    """[n, ...] sums to [N, ...] gradients, a block of rows at a time."""
     if live is None:
-        return sums.to(like.dtype)
-    grad = like.new_zeros(like.shape)
+        return sums.to(dtype)
+    grad = like.new_zeros(like.shape, dtype=dtype)
     for first in range(0, live.shape[0], rows):
-        grad.index_copy_(0, live[first : first + rows], sums[first : first + rows].to(like.dtype))
+        grad.index_copy_(0, live[first : first + rows], sums[first : first + rows].to(dtype))
     return grad
 
 

@@ -41,4 +41,4 @@ def policy_loss(
         grads = token_loss(log_prob_m, entropy_m if entropy else None, tokens)
         if grads is not None:
             backward_pass(plan, tokens, stats, kept, grads, sums)
-    return PolicyResult(log_prob_n, entropy_n, sums.finish())
+    return PolicyResult(log_prob_n, entropy_n, sums.finish(half=False))

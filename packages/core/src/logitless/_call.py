@@ -14,15 +14,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from logitless._registry import BACKENDS, choose_backend, load, requested_backend
 from logitless._validate import check_call, check_values
 from logitless.collectives import check_agreement, debugging, group_facts, resolve_group
-from logitless.errors import InputTypeError
+from logitless.errors import InputTypeError, UnsupportedError
 from logitless.head import LMHead
 from logitless.types import Backend, Problem, Request
 
-__all__ = ["FIELDS", "Call", "make_call", "plain_arithmetic", "spread"]
+__all__ = ["FIELDS", "FIRST_ONLY", "Call", "make_call", "plain_arithmetic", "spread"]
+
+FIRST_ONLY = (
+    "logitless gives first derivatives only: got a backward through the backward (create_graph=True), expected "
+    "one pass; take second derivatives from logitless.reference"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +214,23 @@ def _single_pair(head: LMHead, n_tokens: int) -> tuple[Tensor | None, Tensor | N
     return (us[0], bs[0]) if len(us) == 1 else (torch.cat(us, dim=-1), torch.cat(bs, dim=-1))
 
 
+def _no_forward_mode(hidden: Tensor, head: LMHead) -> None:
+    """The ops have no forward-mode derivative, and torch would take it for zero."""
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return
+    leaves = [
+        hidden,
+        head.weight,
+        *([] if head.bias is None else [head.bias]),
+        *(x for pair in head.lora for x in pair),
+    ]
+    if any(forward_ad.unpack_dual(leaf).tangent is not None for leaf in leaves):
+        raise UnsupportedError(
+            "forward-mode differentiation (torch.func.jvp, make_dual) is not served; use reverse mode, or "
+            "logitless.reference"
+        )
+
+
 def _vocab_span(head: LMHead, rank: int, size: int) -> tuple[int, int]:
     """(vocab_start, vocab_size), with their defaults."""
     rows = head.weight.shape[0]
@@ -238,7 +261,14 @@ def make_call(
     if not isinstance(head, LMHead):
         raise InputTypeError(f"head: got {type(head).__qualname__}, expected a [V, D] tensor or a logitless.LMHead")
     rank, size, group = (0, 1, "") if tp_group is None else group_facts(tp_group)
-    check_call(hidden, head, labels, temperature, ignore_index, keep_bytes, workspace_bytes, size)
+    flags = {
+        "entropy": entropy,
+        "entropy_grad": entropy_grad,
+        "reduce_hidden_grad": reduce_hidden_grad,
+        "validate": validate,
+    }
+    check_call(hidden, head, labels, temperature, ignore_index, keep_bytes, workspace_bytes, size, flags)
+    _no_forward_mode(hidden, head)
     weight, device_type = head.weight, hidden.device.type
     if torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)  # which leaves float64 alone, as for torch's own functions

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from logitless._call import Call, plain_arithmetic, spread
+from logitless._call import FIRST_ONLY, Call, plain_arithmetic, spread
 from logitless.errors import UnsupportedError
 from logitless.types import Gradients, Needs
 
@@ -127,10 +127,7 @@ def _(*args: Any) -> tuple[Tensor, ...]:
 
 
 def _no_double_backward(ctx: Any, *grads: Tensor) -> None:
-    raise UnsupportedError(
-        "logitless gives first derivatives only: got a backward through the backward (create_graph=True), expected "
-        "one pass; take second derivatives from logitless.reference"
-    )
+    raise UnsupportedError(FIRST_ONLY)
 
 
 _backward_op.register_autograd(_no_double_backward)

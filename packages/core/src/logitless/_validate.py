@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
 from numbers import Real
 
 import torch
@@ -14,6 +14,7 @@ from logitless.head import LMHead
 __all__ = ["check_call", "check_values"]
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+SMALLEST, LARGEST = 1e-30, 1e30  # of temperatures and caps
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -25,6 +26,8 @@ def _tensor(name: str, value: object, device: torch.device, dtypes: tuple[torch.
         raise InputTypeError(f"{name}: got dtype {value.dtype}, expected one of {wanted}")
     if value.device != device:
         raise InvalidInputError(f"{name}: is on {value.device}, hidden is on {device}; move one of them")
+    if value.layout != torch.strided:
+        raise InvalidInputError(f"{name}: got layout {value.layout}, expected a dense tensor; call to_dense()")
     return value
 
 
@@ -36,15 +39,18 @@ def _shape(name: str, value: Tensor, expected: tuple[int, ...], why: str) -> Non
 def _positive(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise InputTypeError(f"{name}: got {type(value).__qualname__}, expected a positive number")
-    if not 0 < float(value) < math.inf:
-        raise InvalidInputError(f"{name}: got {value}, expected a positive finite number")
+    if not SMALLEST <= value <= LARGEST:  # type: ignore[operator]  # a Real compares with floats, without overflow
+        raise InvalidInputError(
+            f"{name}: got {value}, expected a positive finite number, from {SMALLEST} to {LARGEST}, so that it "
+            f"and its inverse are float32"
+        )
 
 
 def _count(name: str, value: object, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise InputTypeError(f"{name}: got {type(value).__qualname__}, expected a number of bytes (int)")
-    if value < least:
-        raise InvalidInputError(f"{name}: got {value}, expected at least {least}")
+    if not least <= value < 1 << 63:
+        raise InvalidInputError(f"{name}: got {value}, expected at least {least} and less than 2^63")
 
 
 def _check_head(head: LMHead, device: torch.device, hidden_size: int, leading: tuple[int, ...]) -> None:
@@ -59,8 +65,8 @@ def _check_head(head: LMHead, device: torch.device, hidden_size: int, leading: t
         _shape("head.bias", _tensor("head.bias", head.bias, device, FLOATS), (rows,), "one for each vocab row")
     if isinstance(head.scale, bool) or not isinstance(head.scale, Real):
         raise InputTypeError(f"head.scale: got {type(head.scale).__qualname__}, expected a number")
-    if not -math.inf < head.scale < math.inf:  # math.isfinite cannot be traced where a float is symbolic
-        raise InvalidInputError(f"head.scale: got {head.scale}, expected a finite number")
+    if not -LARGEST <= head.scale <= LARGEST:
+        raise InvalidInputError(f"head.scale: got {head.scale}, expected a finite number, at most {LARGEST} either way")
     if head.softcap is not None:
         _positive("head.softcap", head.softcap)
     for name, value, least in (("vocab_size", head.vocab_size, 1), ("vocab_start", head.vocab_start, 0)):
@@ -68,6 +74,8 @@ def _check_head(head: LMHead, device: torch.device, hidden_size: int, leading: t
             raise InputTypeError(f"head.{name}: got {type(value).__qualname__}, expected an int or None")
         if value is not None and value < least:
             raise InvalidInputError(f"head.{name}: got {value}, expected at least {least}")
+    if not isinstance(head.lora, tuple | list):
+        raise InputTypeError(f"head.lora: got {type(head.lora).__qualname__}, expected a tuple or list of pairs (u, b)")
     for i, pair in enumerate(head.lora):
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise InputTypeError(f"head.lora[{i}]: expected a pair (u [..., r], b [V, r])")
@@ -81,6 +89,8 @@ def _check_head(head: LMHead, device: torch.device, hidden_size: int, leading: t
     if head.grad_buffer is not None:
         _tensor("head.grad_buffer", head.grad_buffer, device, (torch.float32,))
         _shape("head.grad_buffer", head.grad_buffer, tuple(weight.shape), "that of head.weight")
+        if 0 in head.grad_buffer.stride() and head.grad_buffer.numel() > 1:
+            raise InvalidInputError("head.grad_buffer: is an expanded tensor, which cannot be added into; clone it")
         if head.grad_buffer.requires_grad:
             raise InvalidInputError("head.grad_buffer: requires grad; pass a buffer that does not (it is written)")
         if torch.compiler.is_compiling():
@@ -96,11 +106,14 @@ def check_call(
     keep_bytes: int,
     workspace_bytes: int,
     group_size: int,
+    flags: Mapping[str, object],
 ) -> None:
     """Types, dtypes, devices, shapes and numbers of a call; reads no tensor's values."""
     if not isinstance(hidden, Tensor):
         raise InputTypeError(f"hidden: got {type(hidden).__qualname__}, expected a tensor [..., D]")
     _tensor("hidden", hidden, hidden.device, FLOATS)
+    if hidden.is_meta:
+        raise InvalidInputError("hidden: is on the meta device, which holds no values; expected a device that does")
     if hidden.ndim < 1 or hidden.shape[-1] == 0:
         raise InvalidInputError(f"hidden: got shape {tuple(hidden.shape)}, expected [..., D] with D >= 1")
     _tensor("labels", labels, hidden.device, INTEGERS)
@@ -132,6 +145,11 @@ def check_call(
         _positive("temperature", temperature)
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
         raise InputTypeError(f"ignore_index: got {type(ignore_index).__qualname__}, expected an int")
+    if not -(1 << 63) <= ignore_index < 1 << 63:
+        raise InvalidInputError(f"ignore_index: got {ignore_index}, expected a 64-bit int")
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise InputTypeError(f"{name}: got {type(flag).__qualname__}, expected True or False")
     _count("keep_bytes", keep_bytes, 0)
     _count("workspace_bytes", workspace_bytes, 1)
 
@@ -149,7 +167,7 @@ def check_values(labels: Tensor, temperature: Tensor | None, ignore_index: int, 
     seen = torch.where(live, labels, 0)
     facts = [live.sum(), seen.min(), seen.max()]
     if temperature is not None:
-        facts.append((live & ~(torch.isfinite(temperature) & (temperature > 0))).sum())
+        facts.append((live & ~((temperature >= SMALLEST) & (temperature <= LARGEST))).sum())
     count, low, high, *cold = torch.stack(facts).tolist()
     if low < 0 or high >= vocab_size:
         at = int(((seen < 0) | (seen >= vocab_size)).nonzero()[0, 0])
@@ -158,9 +176,9 @@ def check_values(labels: Tensor, temperature: Tensor | None, ignore_index: int, 
             f"{vocab_size - 1} or ignore_index {ignore_index}; check the tokenizer against the head's vocab_size"
         )
     if cold and cold[0] and temperature is not None:
-        at = int((live & ~(torch.isfinite(temperature) & (temperature > 0))).nonzero()[0, 0])
+        at = int((live & ~((temperature >= SMALLEST) & (temperature <= LARGEST))).nonzero()[0, 0])
         raise InvalidInputError(
-            f"temperature: got {float(temperature[at])} at flat position {at}, expected positive finite numbers "
-            f"wherever the label is not ignored"
+            f"temperature: got {float(temperature[at])} at flat position {at}, expected positive finite numbers, from "
+            f"{SMALLEST} to {LARGEST} wherever the label is not ignored"
         )
     return int(count)

@@ -37,9 +37,12 @@ def _request(device: str | None, dtype: str) -> Request:
     if dtype not in DTYPES:
         raise InvalidInputError(f"--dtype: got {dtype!r}, expected one of {', '.join(DTYPES)}")
     try:
-        place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except RuntimeError as error:
-        raise InvalidInputError(f"--device: got {device!r}, expected a torch device such as cpu or cuda:0") from error
+        place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError) as error:  # torch asserts that it was built with CUDA
+        raise InvalidInputError(f"--device: got {device!r}, expected a device of this machine: {error}") from error
+    if place.type == "meta":
+        raise InvalidInputError("--device: got 'meta', which holds no values; expected a device of this machine")
     return Request(
         device=place,
         hidden_dtype=DTYPES[dtype],

@@ -177,9 +177,7 @@ class PackedBatch:
     ) -> PackedBatch:
         """From a list of id sequences (tensors [L] or lists of ints); masks and positions are lists alike."""
         _check_align(align)
-        ids = [
-            torch.as_tensor(x, dtype=None if isinstance(x, Tensor) else torch.int64, device=device) for x in input_ids
-        ]
+        ids = [torch.as_tensor(x if len(x) else torch.zeros(0, dtype=torch.int64), device=device) for x in input_ids]
         for i, x in enumerate(ids):
             _check_ids(f"input_ids[{i}]", x, 1)
         lengths = [x.shape[0] for x in ids]
@@ -228,6 +226,8 @@ class PackedBatch:
     def unpack(self, x: Tensor, fill: float = 0.0) -> Any:
         """[T, ...] in batch order back into the origin's layout; `fill` where it holds no token of the batch."""
         self._whole("unpack")
+        if not isinstance(x, Tensor) or x.ndim == 0:
+            raise InputTypeError(f"x: got {type(x).__qualname__}, expected a tensor [T, ...] in batch order")
         if x.shape[0] != sum(self.padded_lengths):
             raise InvalidInputError(
                 f"x: got {x.shape[0]} rows, expected {sum(self.padded_lengths)}, one for each packed token"
@@ -238,7 +238,7 @@ class PackedBatch:
             out = x.new_full((rows * columns, *x.shape[1:]), fill).index_copy(0, self.source_M, values)
             return out.view(rows, columns, *x.shape[1:])
         if self.origin.kind == "list":
-            return list(torch.split(values, list(self.lengths)))
+            return list(torch.split(values, list(self.lengths)))[: len(self.sequences)]
         return torch.nested.nested_tensor_from_jagged(values, self.origin.offsets)
 
     def to_padded(self) -> PaddedBatch:
@@ -271,6 +271,8 @@ class PackedBatch:
         sequences gets idle batches (one sequence of no true tokens), so that collectives in the model stay in step.
         """
         self._whole("micro_batches")
+        if self.lengths and not self.sequences:
+            return [self]  # idle already
         sizes = self.padded_lengths
         for i, size in enumerate(sizes):
             if size > max_tokens:
@@ -335,17 +337,22 @@ class PackedBatch:
             x, lengths = _jagged_values(x)
         else:
             parts = [torch.as_tensor(part, device=self.input_ids.device) for part in x]
+            if any(part.ndim == 0 for part in parts):
+                raise InputTypeError("x: got numbers, expected one tensor or list for each sequence")
             lengths = [part.shape[0] for part in parts]
             x = torch.cat(parts) if parts else torch.zeros(0, device=self.input_ids.device)
-        if tuple(lengths) != self.lengths:
-            raise InvalidInputError(f"x: got lengths {list(lengths)}, expected {list(self.lengths)}")
+        expected = self.lengths[: len(self.sequences)]  # an idle batch stands for no sequence
+        if tuple(lengths) != expected:
+            raise InvalidInputError(f"x: got lengths {list(lengths)}, expected {list(expected)}")
         flat: Tensor = x
         return flat
 
     def _spread(self, x: Tensor, fill: float) -> Tensor:
         """[B, ...] to [T, ...]."""
-        if x.shape[0] != len(self.lengths):
-            raise InvalidInputError(f"x: got {x.shape[0]} rows, expected {len(self.lengths)}, one for each sequence")
+        if not isinstance(x, Tensor) or x.ndim == 0:
+            raise InputTypeError(f"x: got {type(x).__qualname__}, expected a tensor [B, ...], a row for each sequence")
+        if x.shape[0] != len(self.sequences):
+            raise InvalidInputError(f"x: got {x.shape[0]} rows, expected {len(self.sequences)}, one for each sequence")
         row_M, _ = ramp(self.lengths, x.device)
         out = x.new_full((sum(self.padded_lengths), *x.shape[1:]), fill)
         return out.index_copy(0, self.place_M, x.index_select(0, row_M))
@@ -431,6 +438,8 @@ def _build(
 ) -> PackedBatch:
     """A batch from its true tokens, one after another."""
     device = ids_M.device
+    if ids_M.dtype not in (torch.int32, torch.int64):  # what embeddings take
+        ids_M = ids_M.long()
     padded_lengths = [-(-length // align) * align for length in lengths]
     fields = _lengths_fields(lengths, padded_lengths, device)
     place_M, total = fields["place_M"], sum(padded_lengths)
@@ -463,6 +472,10 @@ def _build(
 
 def _jagged_values(x: Any) -> tuple[Tensor, list[int]]:
     """A jagged tensor's true entries, one after another, and their lengths: one device-to-host copy."""
+    if x._ragged_idx != 1:
+        raise InvalidInputError(
+            "nested tensor: its ragged dimension is not the second; transpose it back to [B, j, ...]"
+        )
     offsets = x.offsets()
     if x.lengths() is None:
         bounds = offsets.tolist()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from logitless._call import FIELDS, Call, make_call, plain_arithmetic, spread
+from logitless._call import FIELDS, FIRST_ONLY, Call, make_call, plain_arithmetic, spread
 from logitless.errors import InputTypeError, InvalidInputError, UnsupportedError
 from logitless.head import LMHead
 from logitless.types import Needs, TokenLogProbs
@@ -27,8 +27,10 @@ LossFn = Callable[[TokenLogProbs, Tensor], Tensor]
 
 def _foreign_leaf(contributions: Tensor, leaves: list[Tensor]) -> bool:
     """Whether the contributions depend on a tensor that requires grad and is none of the leaves."""
+    if contributions.grad_fn is None:  # a leaf itself, or a constant
+        return contributions.requires_grad and not any(contributions is leaf for leaf in leaves)
     seen: set[Any] = set()
-    stack = [contributions.grad_fn]
+    stack: list[Any] = [contributions.grad_fn]
     while stack:
         node = stack.pop()
         if node is None or node in seen:
@@ -75,9 +77,12 @@ class _ChunkLoss:
                 "loss_fn: its result depends on another tensor that requires grad, whose gradient would be lost; "
                 "detach that tensor, or use linear_log_probs, whose outputs take part in any graph"
             )
-        grads: tuple[Tensor | None, ...] = (None,) * len(leaves)
-        if loss.requires_grad:
-            grads = torch.autograd.grad(loss, leaves, allow_unused=True)
+        if not contributions.requires_grad:
+            raise InvalidInputError(
+                "loss_fn: its result does not depend on the scores, or was computed without gradient; nothing would "
+                "be trained. Take out no_grad and detach, or call it all under torch.no_grad()"
+            )
+        grads = torch.autograd.grad(loss, leaves, allow_unused=True)
         if ignored is not None:
             grads = tuple(None if grad is None else grad.masked_fill(ignored, 0.0) for grad in grads)
         return (
@@ -120,13 +125,15 @@ class _PolicyLoss(Function):
             log_probs, entropies = call.unchecked(log_probs), call.unchecked(entropies) if entropy else entropies
         found = out.gradients
         ctx.gradients = [found.hidden, found.weight, found.bias, found.lora_u, found.lora_b]
+        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in call.differentiable]
         ctx.buffered = grad_buffer is not None
         ctx.mark_non_differentiable(log_probs, entropies)
         return token_loss.total, log_probs, entropies
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            raise UnsupportedError(FIRST_ONLY)
         if ctx.gradients is None:
             raise UnsupportedError(
                 "linear_policy_loss: got a second backward, expected one; its gradients are made in the forward and "
@@ -143,7 +150,11 @@ class _PolicyLoss(Function):
             for gradient in gradients:
                 if gradient is not None:
                     gradient.mul_(upstream)
-        return (None, *gradients, *(None,) * (len(FIELDS) - 5))
+        rounded = (
+            None if gradient is None else gradient.to(dtype)
+            for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)
+        )
+        return (None, *rounded, *(None,) * (len(FIELDS) - 5))
 
 
 def linear_policy_loss(

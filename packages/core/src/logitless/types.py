@@ -218,7 +218,11 @@ class Backend(Protocol):
     def policy_loss(
         self, problem: Problem, *, entropy: bool, token_loss: TokenLoss, needs: Needs, grad_buffer: Tensor | None
     ) -> PolicyResult:
-        """Forward, loss and backward over chunks of live tokens; `token_loss` is called once for each, in order."""
+        """Forward, loss and backward over chunks of live tokens; `token_loss` is called once for each, in order.
+
+        Gradients of float16 inputs come in float32: the upstream gradient (a GradScaler's, say) is multiplied in
+        later, and what fp16 had rounded to zero by then would be lost.
+        """
         ...
 
 
