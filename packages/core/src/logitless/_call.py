@@ -218,13 +218,9 @@ def _no_forward_mode(hidden: Tensor, head: LMHead) -> None:
     """The ops have no forward-mode derivative, and torch would take it for zero."""
     if torch.compiler.is_compiling() or forward_ad._current_level < 0:
         return
-    leaves = [
-        hidden,
-        head.weight,
-        *([] if head.bias is None else [head.bias]),
-        *(x for pair in head.lora for x in pair),
-    ]
-    if any(forward_ad.unpack_dual(leaf).tangent is not None for leaf in leaves):
+    inputs = (hidden, head.weight, head.bias, *(x for pair in head.lora for x in pair))
+    duals = [forward_ad.unpack_dual(x) for x in inputs if x is not None]  # type: ignore[no-untyped-call]
+    if any(dual.tangent is not None for dual in duals):
         raise UnsupportedError(
             "forward-mode differentiation (torch.func.jvp, make_dual) is not served; use reverse mode, or "
             "logitless.reference"
