@@ -274,3 +274,15 @@ def test_a_mask_is_looked_at_before_it_is_replaced(
             ask(kv_length=13)
     with pytest.raises(UnsupportedError, match="not of the packed row"):
         ask()
+
+
+def test_the_inner_model_of_a_peft_model_is_switched(make_model: Callable[..., Any], check: Any) -> None:
+    peft = pytest.importorskip("peft")
+    model = make_model("mistral", sliding_window=4)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    tuned = peft.get_peft_model(model, config).double().eval()
+    expected = alone(check, tuned)
+    forward: Any = logitless.make_forward(tuned, "thd")
+    assert forward.borders == "packed"
+    out = forward(PackedBatch.from_sequences(sequences()))
+    torch.testing.assert_close((out.log_probs, out.entropy), expected, rtol=1e-9, atol=1e-9)

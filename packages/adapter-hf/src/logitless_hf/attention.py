@@ -234,7 +234,7 @@ def _choices(model: nn.Module) -> list[tuple[dict[str, Any], str]]:
 
 def implementations(model: nn.Module) -> set[str]:
     """Names of the attention implementations that the model is set to."""
-    return {str(place[name]) for place, name in _choices(model)}
+    return {str(place[name]) for place, name in _choices(model) if place[name] is not None}
 
 
 @contextmanager
