@@ -104,3 +104,14 @@ def test_bad_calls(make_model: Any) -> None:
         forward(batch.shard(0, 2))
     with pytest.raises(UnsupportedError, match="multi_modal_inputs: got pixel_values"):
         forward(batch, multi_modal_inputs={"pixel_values": torch.zeros(1)})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_small_leak_is_a_leak(dtype: torch.dtype) -> None:
+    """Untrained, one sequence moves the other by less than bf16 rounds; trained, it would not stay so small."""
+    from transformers import BloomConfig, BloomForCausalLM
+
+    torch.manual_seed(0)
+    model = BloomForCausalLM(BloomConfig(vocab_size=1000, hidden_size=64, n_layer=2, n_head=4)).to(dtype)
+    with pytest.raises(UnsupportedError, match="BloomForCausalLM: two sequences packed in one row"):
+        logitless.make_forward(model, "thd")
