@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,20 @@ def test_inspect(make_model: Any, tmp_path: Path) -> None:
         "reason": None,
         "understood": True,
     }
-    with pytest.raises(InvalidInputError, match="nowhere"):
-        HFAdapter().inspect(str(tmp_path / "nowhere"))
+
+
+def test_what_cannot_be_inspected_is_refused_with_its_reason(make_model: Any, tmp_path: Path) -> None:
+    for path in (str(tmp_path / "nowhere"), "/nope", "org/name"):
+        with pytest.raises(InvalidInputError, match=f"got {path}, which does not exist; .*no model hub"):
+            HFAdapter().inspect(path)
+    make_model("llama").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "intermediate_size": 77}))
+    with pytest.raises(InvalidInputError, match="--model: the weights in"):
+        HFAdapter().inspect(str(tmp_path))
+    (tmp_path / "model.safetensors").write_bytes(b"cut off")
+    with pytest.raises(InvalidInputError, match="the weights in .* cannot be read: .*; expected a folder"):
+        HFAdapter().inspect(str(tmp_path))
 
 
 def test_public_names() -> None:

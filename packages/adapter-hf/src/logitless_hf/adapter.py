@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 from logitless import PROTOCOL, ForwardFn
-from logitless.errors import InvalidInputError
 from logitless_hf.binding import inspect_head
 from logitless_hf.forward import make_forward
+from logitless_hf.score.checkpoint import Checkpoint
 
 __all__ = ["HFAdapter"]
 
@@ -36,16 +37,12 @@ class HFAdapter:
         return make_forward(model, layout, backend)
 
     def inspect(self, path: str) -> Mapping[str, Any]:
-        """The verdict on a checkpoint's head, as names and values to print; loads the checkpoint.
+        """The verdict on a checkpoint's head, as names and values to print; loads the checkpoint, from a local folder.
 
         Raises:
-            InvalidInputError: the checkpoint cannot be loaded.
+            InvalidInputError: the folder is not there, or the checkpoint cannot be loaded whole.
         """
-        try:
-            model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
-        except (OSError, ValueError) as error:
-            raise InvalidInputError(f"model: {path} is not a causal language model that loads: {error}") from error
-        report = inspect_head(model)
+        report = inspect_head(Checkpoint(Path(path)).load(None, torch.device("cpu")))
         verdict = {field.name: getattr(report, field.name) for field in fields(report)}
         verdict["dtype"] = None if report.dtype is None else str(report.dtype).removeprefix("torch.")
         verdict["understood"] = report.reason is None

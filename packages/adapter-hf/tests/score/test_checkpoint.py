@@ -62,7 +62,7 @@ def test_unreadable_files_are_named(copy: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (copy / name).unlink()
     with pytest.raises(InvalidInputError, match="the tokenizer in .* cannot be read"):
-        Checkpoint(copy)
+        _ = Checkpoint(copy).tokenizer
     (copy / "config.json").write_text("{")
     with pytest.raises(InvalidInputError, match="the config in .* cannot be read"):
         Checkpoint(copy)

@@ -27,7 +27,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"output": "."}, "--output: "),
     ({"output": "none/scores.jsonl"}, "--output: the folder .*none does not exist"),
     ({"output": "folder.jsonl"}, "--output: got .*folder.jsonl, which is a folder"),
-    ({"output": "records.jsonl"}, "--output: got .*records.jsonl, which is the input"),
+    ({"output": "records.jsonl"}, "--output: got .*records.jsonl, but .*records.jsonl, .* is the input"),
     ({"output": "records.jsonl/scores.jsonl"}, "--output: the folder .*records.jsonl does not exist"),
 ]
 

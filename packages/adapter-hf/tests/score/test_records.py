@@ -11,6 +11,7 @@ from logitless.errors import InvalidInputError
 from logitless_hf.score.records import ChatRecord, InputFile, Place, TextRecord, TokenRecord, parse
 
 PLACE = Place(Path("some.jsonl"), 2)
+MARK = b"\xef\xbb\xbf"
 
 BAD: list[tuple[str, bytes, str]] = [
     ("empty", b"\n", "got an empty line.*remove"),
@@ -83,3 +84,13 @@ def test_a_missing_input_and_a_folder_are_refused(tmp_path: Path) -> None:
         InputFile(tmp_path / "none.jsonl")
     with pytest.raises(InvalidInputError, match="not a regular file"):
         InputFile(tmp_path)
+
+
+def test_a_byte_order_mark_may_begin_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "marked.jsonl"
+    line = b'{"prompt": "a", "completion": "b"}\n'
+    path.write_bytes(MARK + line + MARK + line)
+    (first, raw), (second, again) = InputFile(path).lines()
+    assert parse(raw, first) == TextRecord(prompt="a", completion="b")
+    with pytest.raises(InvalidInputError, match="line 2 .* invalid JSON"):
+        parse(again, second)

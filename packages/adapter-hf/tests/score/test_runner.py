@@ -326,3 +326,78 @@ def test_scores_that_are_not_finite_are_an_error(
     good, bad = ({"input_ids": [1, token, 3], "prompt_length": 1} for token in (2, 300))
     with pytest.raises(LogitlessError, match="record 1: the model gives log-probs .* not finite; try --dtype"):
         score(write(good, bad))
+
+
+@pytest.mark.parametrize("changes", [{}, {"resume": True}, {"overwrite": True}], ids=str)
+def test_a_second_run_on_one_output_is_refused(
+    score: Score,
+    write: Write,
+    varied: Varied,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, bool],
+) -> None:
+    records = write(*varied(6))
+    score(records, "alone.jsonl")
+    load = runner.Checkpoint.load
+
+    def load_while_another_starts(*arguments: Any) -> Any:
+        monkeypatch.setattr(runner.Checkpoint, "load", load)
+        with pytest.raises(InvalidInputError, match="another run is at work in .*scores.jsonl.parts; wait"):
+            score(records, temperature=3.0, **changes)
+        return load(*arguments)
+
+    monkeypatch.setattr(runner.Checkpoint, "load", load_while_another_starts)
+    score(records)
+    assert (tmp_path / "scores.jsonl").read_bytes() == (tmp_path / "alone.jsonl").read_bytes()
+    assert not (tmp_path / "scores.jsonl.parts").exists()
+
+
+def test_an_empty_folder_of_parts_does_not_let_a_run_of_other_options_in(
+    score: Score, write: Write, varied: Varied, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = write(*varied(5))
+    score(records)
+    before = (tmp_path / "scores.jsonl").read_bytes()
+    (tmp_path / "scores.jsonl.parts").mkdir()
+    with pytest.raises(InvalidInputError, match="temperature was 1.0 and is now 3.0"):
+        score(records, resume=True, temperature=3.0)
+    with monkeypatch.context() as patch:
+        stop_after(patch, 0)
+        with pytest.raises(Stop):
+            score(records, overwrite=True, temperature=2.0)
+    with pytest.raises(InvalidInputError, match="temperature was 2.0 and is now 3.0"):
+        score(records, resume=True, temperature=3.0)
+    assert (tmp_path / "scores.jsonl").read_bytes() == before
+    score(records, resume=True, temperature=2.0)
+    assert json.loads((tmp_path / "scores.jsonl.meta.json").read_text())["run"]["options"]["temperature"] == 2.0
+
+
+def test_the_input_outlives_an_output_of_nearly_its_name(
+    score: Score, write: Write, varied: Varied, tmp_path: Path
+) -> None:
+    records = write(*varied(3), name="scores.jsonl.tmp")
+    before = records.read_bytes()
+    score(records)
+    assert records.read_bytes() == before
+    records = write(*varied(3), name="other.jsonl.meta.json")
+    for changes in ({}, {"resume": True}, {"overwrite": True}):
+        with pytest.raises(InvalidInputError, match="other.jsonl.meta.json, which would be written, is the input"):
+            score(records, "other.jsonl", **changes)
+    assert records.read_bytes() == before
+    assert not (tmp_path / "other.jsonl").exists()
+
+
+def test_an_output_that_cannot_be_placed_is_refused_at_once(
+    score: Score, write: Write, varied: Varied, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "Checkpoint", lambda *_: pytest.fail("the model's folder was read"))
+    records = write(*varied(3))
+    (tmp_path / "scores.jsonl.parts").write_text("precious")
+    with pytest.raises(InvalidInputError, match="scores.jsonl.parts is a file"):
+        score(records, overwrite=True)
+    (tmp_path / "target.jsonl").write_text("precious")
+    (tmp_path / "link.jsonl").symlink_to(tmp_path / "target.jsonl")
+    with pytest.raises(InvalidInputError, match="link.jsonl is a symbolic link"):
+        score(records, "link.jsonl", overwrite=True)
+    assert (tmp_path / "target.jsonl").read_text() == "precious"

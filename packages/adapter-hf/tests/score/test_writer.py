@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from logitless.errors import InvalidInputError
+from logitless.errors import InvalidInputError, LogitlessError
 from logitless_hf.score import writer
 from logitless_hf.score.writer import Output, Row, row
 
@@ -23,6 +26,22 @@ def some_row(record: int, tokens: int = 2) -> Row:
 @pytest.fixture(params=["scores.jsonl", "scores.parquet"])
 def output(request: pytest.FixtureRequest, tmp_path: Path) -> Output:
     return Output(tmp_path / request.param)
+
+
+@pytest.fixture(autouse=True)
+def close(output: Output) -> Iterator[None]:
+    yield
+    output.close()
+
+
+def again(output: Output, run: dict[str, Any] = MANIFEST, *, resume: bool = True, overwrite: bool = False) -> None:
+    """Begin anew or go on after a run that was killed, whose claim ended with its process."""
+    output.close()
+    output.begin(run, resume=resume, overwrite=overwrite)
+
+
+def merge(output: Output, records: int = 1, per_part: int = 1, run: dict[str, Any] = MANIFEST) -> None:
+    output.merge(records, per_part, {"run": run}, double=False)
 
 
 def rows_of(output: Output) -> list[Row]:
@@ -50,10 +69,10 @@ def test_sums_are_of_what_is_written() -> None:
 
 def test_parts_are_merged_in_order_and_put_away(output: Output, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer, "_MERGE_TOKENS", 5)  # several row groups
-    output.begin(MANIFEST, overwrite=False)
+    output.begin(MANIFEST, resume=False, overwrite=False)
     for part in (2, 0, 1):
         output.write_part(part, [some_row(2 * part), some_row(2 * part + 1)])
-    output.merge(3, {"run": MANIFEST}, double=False)
+    merge(output, 6, 2)
     assert [found["record"] for found in rows_of(output)] == list(range(6))
     assert rows_of(output)[4]["log_probs"] == pytest.approx([-0.5, -0.5])
     assert rows_of(output)[4]["tokens"] == ["a", None]
@@ -65,48 +84,49 @@ def test_parts_are_merged_in_order_and_put_away(output: Output, monkeypatch: pyt
 
 
 def test_a_part_is_whole_or_not_there(output: Output, monkeypatch: pytest.MonkeyPatch) -> None:
-    output.begin(MANIFEST, overwrite=False)
+    output.begin(MANIFEST, resume=False, overwrite=False)
     with monkeypatch.context() as patch:
         patch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             output.write_part(0, [some_row(0)])
     assert not output.has_part(0)
-    output.begin(MANIFEST, overwrite=False)
+    again(output)
     output.write_part(0, [some_row(0)])
     assert output.has_part(0)
-    output.merge(1, {}, double=False)
+    merge(output)
     assert not list(output.path.parent.glob("*.parts"))  # what the interruption left is gone too
 
 
 @pytest.mark.parametrize("at", ["before the output is in place", "before the parts are away"])
 def test_an_interrupted_merge_is_done_again(output: Output, at: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    output.begin(MANIFEST, overwrite=False)
+    output.begin(MANIFEST, resume=False, overwrite=False)
     output.write_part(0, [some_row(0)])
     name = "replace" if at.startswith("before the output") else "unlink"
     with monkeypatch.context() as patch:
         patch.setattr(Path, name, lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            output.merge(1, {}, double=False)
+            merge(output)
     assert output.path.exists() == (name == "unlink")
     assert not output.is_complete()
-    again = Output(output.path)
-    again.begin(MANIFEST, overwrite=False)
-    assert again.has_part(0)
-    again.merge(1, {}, double=False)
-    assert again.is_complete()
-    assert len(rows_of(again)) == 1
+    again(output)
+    assert output.has_part(0)
+    merge(output)
+    assert output.is_complete()
+    assert len(rows_of(output)) == 1
 
 
 def test_a_run_of_another_kind_is_not_gone_on_with(output: Output) -> None:
-    output.begin(MANIFEST, overwrite=False)
+    output.begin(MANIFEST, resume=False, overwrite=False)
     output.write_part(0, [some_row(0)])
     other = {"options": {"temperature": 0.5, "dtype": None}, "input": {"sha256": "bb"}}
     message = 'input.sha256 was "aa" and is now "bb"; options.temperature was 1.0 and is now 0.5'
     with pytest.raises(InvalidInputError, match=message):
-        output.begin(other, overwrite=False)
-    output.begin(other, overwrite=True)
+        again(output, other)
+    again(output, other, resume=False, overwrite=True)
     assert not output.has_part(0)
-    output.begin(MANIFEST, overwrite=False)  # a run that failed before its first part stands in nobody's way
+    with pytest.raises(InvalidInputError, match="temperature was 0.5 and is now 1.0"):
+        again(output)
+    again(output, resume=False)  # a run that failed before its first part stands in nobody's way
 
 
 def test_what_is_there_is_not_touched_unasked(output: Output) -> None:
@@ -116,7 +136,7 @@ def test_what_is_there_is_not_touched_unasked(output: Output) -> None:
         output.refuse_existing(resume=False, overwrite=False)
     output.refuse_existing(resume=True, overwrite=False)
     output.refuse_existing(resume=False, overwrite=True)
-    output.begin(MANIFEST, overwrite=True)
+    output.begin(MANIFEST, resume=False, overwrite=True)
     assert output.path.read_text() == "precious"  # until there is something to replace it with
     output.path.unlink()
     output.refuse_existing(resume=False, overwrite=False)
@@ -126,32 +146,202 @@ def test_what_is_there_is_not_touched_unasked(output: Output) -> None:
 
 
 def test_foreign_files_among_the_parts_are_left_alone(output: Output) -> None:
-    output.begin(MANIFEST, overwrite=False)
+    output.begin(MANIFEST, resume=False, overwrite=False)
     (output.folder / "notes.txt").write_text("precious")
     with pytest.raises(InvalidInputError, match="not of this tool and were left alone"):
-        output.begin(MANIFEST, overwrite=True)
-    assert (output.folder / "notes.txt").exists()
+        again(output, resume=False, overwrite=True)
+    assert (output.folder / "notes.txt").read_text() == "precious"
 
 
 def test_parts_without_a_manifest_and_a_broken_one_are_refused(output: Output) -> None:
-    output.begin(MANIFEST, overwrite=False)
+    output.begin(MANIFEST, resume=False, overwrite=False)
     output.write_part(0, [some_row(0)])
     manifest = output.folder / "manifest.json"
     manifest.write_text("{")
     with pytest.raises(InvalidInputError, match="manifest.json cannot be read"):
-        output.begin(MANIFEST, overwrite=False)
+        again(output)
+    manifest.write_text("{}")
+    with pytest.raises(InvalidInputError, match=r"cannot be read \(it is not of this tool\)"):
+        again(output)
     manifest.unlink()
     with pytest.raises(InvalidInputError, match="parts but no manifest.json"):
-        output.begin(MANIFEST, overwrite=False)
+        again(output)
 
 
 def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(InvalidInputError, match="cannot be written to .*choose another folder"):
-        Output(tmp_path / "file" / "scores.jsonl").begin(MANIFEST, overwrite=False)
+        Output(tmp_path / "file" / "scores.jsonl").begin(MANIFEST, resume=False, overwrite=False)
 
 
 def test_a_file_of_others_has_no_metadata(output: Output) -> None:
     assert output.metadata() is None
     output.path.write_text("something else")
     assert output.metadata() is None
+
+
+OTHER: dict[str, Any] = {"options": {"temperature": 3.0, "dtype": None}, "input": {"sha256": "aa"}}
+
+
+@pytest.mark.parametrize("how", [{}, {"resume": True}, {"overwrite": True}], ids=str)
+def test_a_second_run_is_kept_out_until_the_first_ends(output: Output, how: dict[str, bool]) -> None:
+    output.begin(MANIFEST, resume=False, overwrite=False)
+    second = Output(output.path)
+    with pytest.raises(InvalidInputError, match=rf"another run is at work in {output.folder}; wait until it ends"):
+        again(second, OTHER, **{"resume": False, **how})
+    output.write_part(0, [some_row(0)])
+    merge(output)
+    assert not output.folder.exists()
+    assert len(rows_of(output)) == 1
+    again(second, OTHER, resume=False, overwrite=True)  # the claim went with the run
+    second.close()
+
+
+def no_locks(*_: Any) -> None:
+    raise OSError(errno.ENOLCK, "No locks available")
+
+
+@pytest.mark.parametrize("run", [OTHER, MANIFEST], ids=["other", "same"])
+def test_without_locks_an_older_run_stops(output: Output, run: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    output.begin(MANIFEST, resume=False, overwrite=False)
+    second = Output(output.path)
+    again(second, run, resume=False)
+    with pytest.raises(LogitlessError, match=f"another run has taken {output.folder} over"):
+        output.write_part(0, [some_row(0)])
+    second.write_part(0, [some_row(0)])
+    with pytest.raises(LogitlessError, match=f"another run has taken {output.folder} over"):
+        merge(output)
+    merge(second, run=run)
+    assert second.metadata() == {"run": run}
+
+
+def test_another_rank_of_a_dead_run_does_not_write_into_the_next(output: Output) -> None:
+    output.begin(MANIFEST, resume=False, overwrite=False)
+    rank = Output(output.path)
+    rank.join(MANIFEST)
+    rank.write_part(1, [some_row(1)])
+    again(output)
+    rank.write_part(2, [some_row(2)])  # its scores are the same
+    again(output, OTHER, resume=False, overwrite=True)
+    with pytest.raises(LogitlessError, match="another run has taken"):
+        rank.write_part(1, [some_row(1)])
+
+
+def test_resuming_beside_a_finished_output_of_another_run(output: Output) -> None:
+    output.begin(MANIFEST, resume=False, overwrite=False)
+    output.write_part(0, [some_row(0)])
+    merge(output)
+    before = output.path.read_bytes()
+    output.folder.mkdir()
+    with pytest.raises(InvalidInputError, match="temperature was 1.0 and is now 3.0"):
+        again(output, OTHER)
+    again(output, OTHER, resume=False, overwrite=True)  # and killed before its first part
+    for run in (MANIFEST, {**OTHER, "input": {"sha256": "bb"}}):
+        with pytest.raises(InvalidInputError, match="is of another run"):
+            again(output, run)
+    assert output.path.read_bytes() == before
+    again(output, OTHER)
+    output.write_part(0, [some_row(0)])
+    merge(output, run=OTHER)
+    assert output.metadata() == {"run": OTHER}
+
+
+def test_an_empty_folder_beside_a_finished_output_is_no_run(output: Output) -> None:
+    output.begin(MANIFEST, resume=False, overwrite=False)
+    output.write_part(0, [some_row(0)])
+    merge(output)
+    output.folder.mkdir()
+    assert output.is_complete()
+
+
+def test_files_of_others_beside_the_output_are_left_alone(output: Output) -> None:
+    others = [output.path.with_name(output.path.name + end) for end in (".tmp", ".meta.json.tmp")]
+    for other in others:
+        other.write_text("precious")
+    output.begin(MANIFEST, resume=False, overwrite=False)
+    output.write_part(0, [some_row(0)])
+    merge(output)
+    assert [other.read_text() for other in others] == ["precious"] * 2
+
+
+@pytest.mark.parametrize("content", ["precious", "[1]", '{"run": 1}'])
+def test_metadata_of_others_are_not_replaced_unasked(tmp_path: Path, content: str) -> None:
+    output = Output(tmp_path / "v.jsonl")
+    output.meta_path.write_text(content)
+    with pytest.raises(InvalidInputError, match="v.jsonl.meta.json exists; give --overwrite"):
+        output.refuse_existing(resume=False, overwrite=False)
+    with pytest.raises(InvalidInputError, match="v.jsonl.meta.json, .*, is not of this tool; move it away"):
+        output.refuse_existing(resume=True, overwrite=False)
+    output.refuse_existing(resume=False, overwrite=True)
+    Output(tmp_path / "v.parquet").refuse_existing(resume=False, overwrite=False)
+
+
+def cut(lines: list[str]) -> list[str]:
+    return [*lines[:-1], lines[-1][:-20]]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        cut,
+        lambda lines: [*lines[:-1], lines[-1].rstrip()],
+        lambda lines: lines[:-1],
+        lambda lines: [],
+        lambda lines: lines[::-1],
+        lambda lines: [*lines, lines[-1]],
+        lambda lines: [lines[0], lines[1].replace('"tokens": ["a", null]', '"tokens": ["a"]')],
+        lambda lines: [lines[0], "[]\n"],
+        None,
+    ],
+    ids=["cut", "no end of line", "lacking", "empty", "swapped", "doubled", "short list", "no row", "no file"],
+)
+def test_a_damaged_part_is_named_and_scored_again(output: Output, damage: Any) -> None:
+    output.begin(MANIFEST, resume=False, overwrite=False)
+    whole = [some_row(2), some_row(3)]
+    output.write_part(0, [some_row(0), some_row(1)])
+    output.write_part(1, whole)
+    output.write_part(2, [some_row(4)])
+    part = output.folder / "part-000000001.jsonl"
+    lines = part.read_text().splitlines(keepends=True)
+    part.unlink()
+    if damage is not None:
+        part.write_text("".join(damage(lines)))
+    with pytest.raises(
+        InvalidInputError, match=rf"the part {part} is damaged at record [234] .* records 2 to 3. Remove"
+    ):
+        merge(output, 5, 2)
+    assert not output.path.exists()
+    part.unlink(missing_ok=True)
+    again(output)
+    output.write_part(1, whole)
+    merge(output, 5, 2)
+    assert [row["record"] for row in rows_of(output)] == [0, 1, 2, 3, 4]
+
+
+def test_a_file_in_the_place_of_the_folder_is_refused(output: Output) -> None:
+    output.folder.write_text("precious")
+    with pytest.raises(InvalidInputError, match=r"parts is a file, but a run keeps its work in a folder"):
+        output.check_paths()
+    assert output.folder.read_text() == "precious"
+
+
+@pytest.mark.parametrize("end", ["", ".meta.json", ".parts"])
+def test_links_are_refused(tmp_path: Path, end: str) -> None:
+    link = tmp_path / f"scores.jsonl{end}"
+    link.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(InvalidInputError, match=f"{link} is a symbolic link.* give the name of the file"):
+        Output(tmp_path / "scores.jsonl").check_paths()
+
+
+@pytest.mark.parametrize("end", ["", ".meta.json", ".parts/part-000000000.jsonl", ".parts/notes.jsonl"])
+@pytest.mark.parametrize("linked", [False, True], ids=["itself", "link"])
+def test_what_is_read_is_not_written(tmp_path: Path, end: str, linked: bool) -> None:
+    read = tmp_path / f"scores.jsonl{end}"
+    read.parent.mkdir(exist_ok=True)
+    read.write_text("precious")
+    if linked:
+        (tmp_path / "link").symlink_to(read)
+        read = tmp_path / "link"
+    with pytest.raises(InvalidInputError, match="the input; choose another name"):
+        Output(tmp_path / "scores.jsonl").check_paths(input=read)

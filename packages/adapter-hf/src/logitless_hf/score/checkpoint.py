@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,26 +22,30 @@ _T = TypeVar("_T")
 
 
 class Checkpoint:
-    """A folder written by `save_pretrained`: its config and tokenizer at once, its weights when asked for."""
+    """A folder written by `save_pretrained`: its config at once, tokenizer and weights when asked for."""
 
     def __init__(self, path: Path) -> None:
         if not path.is_dir():
             kind = "is not a folder" if path.exists() else "does not exist"
             raise InvalidInputError(
-                f"--model: got {path}, which {kind}; expected a local folder with config.json, weights and tokenizer "
+                f"--model: got {path}, which {kind}; expected a local folder with config.json and weights "
                 "(no model hub is ever contacted: download the model first and give its folder)"
             )
         if not (path / "config.json").is_file():
             raise InvalidInputError(
                 f"--model: {path} holds no config.json; expected a folder that `save_pretrained` wrote"
             )
-        from transformers import AutoConfig, AutoTokenizer
+        from transformers import AutoConfig
 
         self.path = path
         self.config: Any = self._load("config", lambda: AutoConfig.from_pretrained(path, local_files_only=True))
-        self.tokenizer: Any = self._load(
-            "tokenizer", lambda: AutoTokenizer.from_pretrained(path, local_files_only=True)
-        )
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The folder's tokenizer."""
+        from transformers import AutoTokenizer
+
+        return self._load("tokenizer", lambda: AutoTokenizer.from_pretrained(self.path, local_files_only=True))
 
     @property
     def vocab_size(self) -> int:

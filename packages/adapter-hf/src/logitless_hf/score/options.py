@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict
 
 import logitless
 from logitless.errors import InvalidInputError, NotFoundError, UnsupportedError
+from logitless_hf.score.writer import Output
 
 __all__ = ["Options"]
 
@@ -103,12 +104,9 @@ class Options(BaseModel):
                 f"--output: {self.output.name} needs pyarrow, which is not installed: "
                 "pip install 'logitless-hf[score]', or choose a name that ends in .jsonl"
             )
-        if self.output.is_dir():
-            raise InvalidInputError(f"--output: got {self.output}, which is a folder; expected a file's name")
         if not self.output.parent.is_dir():
             raise InvalidInputError(f"--output: the folder {self.output.parent} does not exist; make it first")
-        if self.output.exists() and self.input.exists() and self.output.samefile(self.input):
-            raise InvalidInputError(f"--output: got {self.output}, which is the input; choose another name")
+        Output(self.output).check_paths(input=self.input, model=self.model)
 
     def _check_backend(self) -> None:
         if self.backend is None:

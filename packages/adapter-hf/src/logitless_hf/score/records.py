@@ -120,7 +120,8 @@ def parse(raw: bytes, place: Place) -> Record:
     if not raw.strip():
         raise place.error("got an empty line, expected a JSON object; remove the line")
     try:
-        fields = json.loads(raw.decode("utf-8"))
+        # Some editors begin a file with a byte order mark.
+        fields = json.loads(raw.decode("utf-8-sig" if place.record == 0 else "utf-8"))
     except UnicodeDecodeError as error:
         raise place.error(f"got bytes that are not UTF-8 ({error}); save the file as UTF-8") from error
     except (ValueError, RecursionError) as error:

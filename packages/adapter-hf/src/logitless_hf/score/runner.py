@@ -6,9 +6,9 @@ model is loaded and not after hours of work; the second feeds the model. Neither
 
 from __future__ import annotations
 
-import math
 import platform
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import groupby
@@ -51,16 +51,16 @@ class _Census:
 
 def run(options: Options, console: Console) -> Summary:
     """Score a file as `options` say; progress goes to `console` if it is a terminal."""
-    with join() as ranks, _progress(console, ranks) as progress:
-        return _Run(options, ranks, progress).run()
+    with join() as ranks, _progress(console, ranks) as progress, closing(Output(options.output)) as output:
+        return _Run(options, ranks, progress, output).run()
 
 
 class _Run:
-    def __init__(self, options: Options, ranks: Ranks, progress: Progress) -> None:
+    def __init__(self, options: Options, ranks: Ranks, progress: Progress, output: Output) -> None:
         self.options = options
         self.ranks = ranks
         self.progress = progress
-        self.output = Output(options.output)
+        self.output = output
 
     def run(self) -> Summary:
         options, ranks, output = self.options, self.ranks, self.output
@@ -79,7 +79,8 @@ class _Run:
             return Summary(census.records, census.tokens, 0, 0)
         with ranks.together():
             if ranks.rank == 0:
-                output.begin(manifest, overwrite=options.overwrite)
+                output.begin(manifest, resume=options.resume, overwrite=options.overwrite)
+            output.join(manifest)
         with ranks.together():
             if not output.folder.is_dir():
                 raise InvalidInputError(
@@ -94,9 +95,9 @@ class _Run:
             pass
         with ranks.together():
             if ranks.rank == 0:
-                parts = math.ceil(census.records / options.records_per_part)
+                metadata = self._metadata(manifest, encoder, forward)
                 double = model.dtype == torch.float64
-                output.merge(parts, self._metadata(manifest, encoder, forward), double=double)
+                output.merge(census.records, options.records_per_part, metadata, double=double)
         return Summary(census.records, census.tokens, records, tokens)
 
     def _check_records(self, source: InputFile, encoder: Encoder) -> _Census:

@@ -1,9 +1,12 @@
-"""The output, safe from interruption at any moment.
+"""The output, safe from interruption at any moment and from other runs.
 
 A run keeps its work in the folder `OUTPUT.parts`: `manifest.json` says what the run is, and each part holds the scores
 of `records_per_part` consecutive records. A part is written under another name and renamed once it is on the disk, so
 it is there whole or not at all; parts do not depend on how many ranks share the work. At the end the parts are merged
 in order into the output, which is renamed into place in the same way, and only then removed.
+
+Rank 0 holds a lock in the folder, so that no other run comes in. Where there are no locks, the newest run has the
+folder: the manifest bears its id, and an older one that finds another's stops before it writes.
 
 Parts are JSONL whatever the output is. Float32 scores are written with nine significant digits, which give the same
 float32 back.
@@ -14,17 +17,22 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+from uuid import uuid4
 
-from logitless.errors import InvalidInputError
+from logitless.errors import InvalidInputError, LogitlessError
+from logitless_hf.score.claim import hold
 
 __all__ = ["Output", "Row", "row"]
 
 Row = dict[str, Any]
 
 _MERGE_TOKENS = 1 << 18  # tokens to a Parquet row group: a few tens of MB while it is put together
+_OURS = re.compile(r"lock|(manifest\.json|part-\d{9,}\.jsonl|merged|metadata)(\.\d+\.tmp)?")  # in the folder of parts
 
 
 def row(
@@ -59,41 +67,114 @@ class Output:
         self.meta_path = path.with_name(path.name + ".meta.json")
         self.folder = path.with_name(path.name + ".parts")
         self._manifest = self.folder / "manifest.json"
+        self._targets = [path] if path.suffix == ".parquet" else [path, self.meta_path]
+        self._lock: IO[bytes] | None = None
+        self._run: dict[str, Any] = {}
+        self._id: str | None = None  # of the run that this object began; None if it takes part in another's
+
+    def check_paths(self, **reads: Path) -> None:
+        """Raise if a path to be written is a link, no place for it, or one that is read; `reads` are by option."""
+        for path in (*self._targets, self.folder):
+            if path.is_symlink():
+                raise InvalidInputError(
+                    f"--output: {path} is a symbolic link, which would be replaced and not followed; "
+                    "give the name of the file it points to"
+                )
+        for path in self._targets:
+            if path.is_dir():
+                raise InvalidInputError(f"--output: got {path}, which is a folder; expected a file's name")
+        if self.folder.exists() and not self.folder.is_dir():
+            raise InvalidInputError(
+                f"--output: {self.folder} is a file, but a run keeps its work in a folder of that name; "
+                "move it away, or choose another name"
+            )
+        for option, read in reads.items():
+            for path in self._targets:
+                if path.exists() and read.exists() and path.samefile(read):
+                    raise InvalidInputError(
+                        f"--output: got {self.path}, but {path}, which would be written, is the {option}; "
+                        "choose another name"
+                    )
+            if read.resolve().is_relative_to(self.folder.resolve()):
+                raise InvalidInputError(
+                    f"--output: got {self.path}, but {self.folder}, where the run would keep its work, holds the "
+                    f"{option}; choose another name"
+                )
 
     def refuse_existing(self, *, resume: bool, overwrite: bool) -> None:
         """Raise if there is something here that the user has not said what to do with."""
-        if resume or overwrite:
+        if overwrite:
+            return
+        if resume:
+            if self.meta_path in self._targets and self.meta_path.exists() and self.metadata() is None:
+                raise InvalidInputError(
+                    f"--output: {self.meta_path}, where metadata would go, is not of this tool; "
+                    "move it away, or give --overwrite to replace it"
+                )
             return
         if self._has_parts():
             raise InvalidInputError(
                 f"--output: {self.folder} holds an unfinished run; give --resume to go on with it, or --overwrite to "
                 "begin anew"
             )
-        if self.path.exists():
-            raise InvalidInputError(f"--output: {self.path} exists; give --overwrite to replace it, or another name")
+        for path in self._targets:
+            if path.exists():
+                raise InvalidInputError(f"--output: {path} exists; give --overwrite to replace it, or another name")
 
     def is_complete(self) -> bool:
         """Whether the output is there and no run is under way."""
-        return self.path.exists() and not self.folder.exists()
+        return self.path.exists() and not self._manifest.exists() and not self._has_parts()
 
-    def begin(self, manifest: dict[str, Any], *, overwrite: bool) -> None:
-        """Make the folder of parts, or go on with the one that is there; raise if it is of another run."""
-        if overwrite:
-            self._remove_parts()
+    def begin(self, run: dict[str, Any], *, resume: bool, overwrite: bool) -> None:
+        """Claim the folder of parts until `close`, and make it or go on with it; raise if it is of another run."""
         try:
             self.folder.mkdir(exist_ok=True)
-            if not self._has_parts():  # nothing to lose: a run that failed before its first part, or a new one
-                _write_atomically(self._manifest, json.dumps(manifest, indent=2) + "\n")
-            elif not self._manifest.exists():
+            self._lock = hold(self.folder / "lock")
+            if self._lock is None:
+                raise InvalidInputError(
+                    f"--output: another run is at work in {self.folder}; wait until it ends or stop it, or choose "
+                    "another name"
+                )
+            self.refuse_existing(resume=resume, overwrite=overwrite)  # again: until now nothing was held
+            self._refuse_foreign_files()
+            if overwrite:
+                self._clear()
+            elif self._manifest.exists():
+                there = self._read_manifest()
+                if resume:  # if not, there are no parts: it failed before the first, and stands in nobody's way
+                    refuse_other_run(there["run"], run, self.folder)
+            elif self._has_parts():
                 raise InvalidInputError(
                     f"--resume: {self.folder} holds parts but no manifest.json, so no run can be told; "
                     "begin anew with --overwrite"
                 )
+            elif any(path.exists() for path in self._targets):
+                refuse_other_run((self.metadata() or {}).get("run", {}), run, self.path)
+            self._id = uuid4().hex
+            self._write(self._manifest, json.dumps({"id": self._id, "run": run}, indent=2) + "\n")
         except OSError as error:
             raise InvalidInputError(
                 f"--output: {self.path.parent} cannot be written to ({error}); choose another folder"
             ) from error
-        refuse_other_run(self._read_manifest(), manifest, self.folder)
+        self.join(run)
+
+    def join(self, run: dict[str, Any]) -> None:
+        """Take part in a run that another rank began."""
+        self._run = run
+
+    def close(self) -> None:
+        """Give the claim up; parts, if there are any, stay."""
+        if self._lock is None:
+            return
+        with suppress(OSError):  # what another run needs by now
+            if self._manifest.exists():
+                self._lock.close()
+            else:  # the run is over: nothing of it need stay
+                (self.folder / "lock").unlink()
+                self._lock.close()
+                self.folder.rmdir()
+        self._lock.close()
+        self._lock = None
 
     def has_part(self, part: int) -> bool:
         """Whether the part is there, whole."""
@@ -101,22 +182,28 @@ class Output:
 
     def write_part(self, part: int, rows: list[Row]) -> None:
         """Write a part's rows, all or none."""
-        _write_atomically(self._part(part), "".join(json.dumps(row) + "\n" for row in rows))
+        self._refuse_takeover()
+        self._write(self._part(part), "".join(json.dumps(row) + "\n" for row in rows))
 
-    def merge(self, parts: int, metadata: dict[str, Any], *, double: bool) -> None:
-        """Put the parts together in order, the output in place, and the parts away."""
-        target = self.path.with_name(self.path.name + ".tmp")
+    def merge(self, records: int, records_per_part: int, metadata: dict[str, Any], *, double: bool) -> None:
+        """Put the parts together in order, the output in place, and the parts away; raise if a record is lacking."""
+        self._refuse_takeover()
+        target = self._temporary("merged")
+        rows = self._merged(records, records_per_part)
         if self.path.suffix == ".parquet":
-            self._merge_parquet(target, parts, metadata, double)
+            self._merge_parquet(target, rows, metadata, double)
         else:
             with target.open("w", encoding="utf-8") as file:
-                for part in range(parts):
-                    file.write(self._part(part).read_text(encoding="utf-8"))
+                for line, _ in rows:
+                    file.write(line)
                 file.flush()
                 os.fsync(file.fileno())
-            _write_atomically(self.meta_path, json.dumps(metadata, indent=2) + "\n")
+            self._refuse_takeover()
+            self._write(self.meta_path, json.dumps(metadata, indent=2) + "\n", name="metadata")
+        self._refuse_takeover()
         target.replace(self.path)
-        self._remove_parts()
+        self._clear()
+        self.close()
 
     def metadata(self) -> dict[str, Any] | None:
         """What a finished output says about itself; None if it is not one of ours."""
@@ -127,12 +214,14 @@ class Output:
                 raw = (pq.read_schema(self.path).metadata or {})[b"logitless_score"]
             else:
                 raw = self.meta_path.read_bytes()
-            found: dict[str, Any] = json.loads(raw)
+            found = json.loads(raw)
         except (OSError, KeyError, ValueError):  # pyarrow's errors derive from ValueError
             return None
-        return found
+        return found if isinstance(found, dict) and isinstance(found.get("run"), dict) else None
 
-    def _merge_parquet(self, target: Path, parts: int, metadata: dict[str, Any], double: bool) -> None:
+    def _merge_parquet(
+        self, target: Path, rows: Iterator[tuple[str, Row]], metadata: dict[str, Any], double: bool
+    ) -> None:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -150,24 +239,32 @@ class Output:
             metadata={"logitless_score": json.dumps(metadata)},
         )
         with pq.ParquetWriter(target, schema) as writer:
-            for rows in self._row_groups(parts):
-                writer.write_table(pa.Table.from_pylist(rows, schema=schema))
+            for group in _row_groups(rows):
+                writer.write_table(pa.Table.from_pylist(group, schema=schema))
         with target.open("rb") as file:
             os.fsync(file.fileno())
 
-    def _row_groups(self, parts: int) -> Iterator[list[Row]]:
-        rows: list[Row] = []
-        tokens = 0
-        for part in range(parts):
-            with self._part(part).open(encoding="utf-8") as file:
-                for line in file:
-                    rows.append(json.loads(line))
-                    tokens += len(rows[-1]["token_ids"])
-                    if tokens >= _MERGE_TOKENS:
-                        yield rows
-                        rows, tokens = [], 0
-        if rows:
-            yield rows
+    def _merged(self, records: int, records_per_part: int) -> Iterator[tuple[str, Row]]:
+        """All rows in order, each with its line; raise for a part that does not hold just its own records."""
+        for part, first in enumerate(range(0, records, records_per_part)):
+            end = min(first + records_per_part, records)
+            record = first
+            try:
+                with self._part(part).open(encoding="utf-8") as file:
+                    for record, line in enumerate(file, first):
+                        row: Row = json.loads(line)
+                        lengths = {len(row[name]) for name in ("token_ids", "tokens", "log_probs", "entropy")}
+                        if row["record"] != record or record >= end or len(lengths) > 1 or line[-1] != "\n":
+                            raise ValueError(f"another record, or not a whole one, stands in the place of {record}")
+                        yield line, row
+                        record += 1
+                if record < end:
+                    raise ValueError(f"record {record} is lacking")
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                raise InvalidInputError(
+                    f"--output: the part {self._part(part)} is damaged at record {record} ({error}); expected records "
+                    f"{first} to {end - 1}. Remove this file, and give --resume to score them again"
+                ) from error
 
     def _has_parts(self) -> bool:
         return any(self.folder.glob("part-*.jsonl"))
@@ -177,25 +274,64 @@ class Output:
 
     def _read_manifest(self) -> dict[str, Any]:
         try:
-            manifest: dict[str, Any] = json.loads(self._manifest.read_text(encoding="utf-8"))
+            manifest = json.loads(self._manifest.read_text(encoding="utf-8"))
+            if not (isinstance(manifest, dict) and {"id", "run"} <= manifest.keys()):
+                raise ValueError("it is not of this tool")
         except (OSError, ValueError) as error:
             raise InvalidInputError(
                 f"{self._manifest} cannot be read ({error}); begin anew with --overwrite"
             ) from error
         return manifest
 
-    def _remove_parts(self) -> None:
-        """The manifest goes last, so that what an interrupted removal leaves is still a run that can be resumed."""
-        if not self.folder.exists():
-            return
-        for file in [*self.folder.glob("part-*.jsonl"), *self.folder.glob("*.tmp"), self._manifest]:
-            file.unlink(missing_ok=True)
-        try:
-            self.folder.rmdir()
-        except OSError as error:
+    def _refuse_takeover(self) -> None:
+        """Raise if the folder is by now another run's; a rank that did not begin the run knows it by its options."""
+        there = self._read_manifest()
+        if there["run"] != self._run or self._id not in (None, there["id"]):
+            raise LogitlessError(
+                f"--output: another run has taken {self.folder} over, so this one stopped; let that one end, or "
+                "stop it and give --resume or --overwrite"
+            )
+
+    def _refuse_foreign_files(self) -> None:
+        foreign = sorted(file.name for file in self.folder.iterdir() if not _OURS.fullmatch(file.name))
+        if foreign:
             raise InvalidInputError(
-                f"{self.folder} holds files that are not of this tool and were left alone ({error}); move them away"
-            ) from error
+                f"--output: {self.folder} holds files that are not of this tool and were left alone "
+                f"({', '.join(foreign[:3])}); move them away, or choose another name"
+            )
+
+    def _clear(self) -> None:
+        """The manifest goes last, so that what an interrupted removal leaves is still a run that can be resumed."""
+        for file in self.folder.iterdir():
+            if _OURS.fullmatch(file.name) and file.name not in ("lock", self._manifest.name):
+                file.unlink(missing_ok=True)
+        self._manifest.unlink(missing_ok=True)
+
+    def _temporary(self, name: str) -> Path:
+        """In the folder of parts, where it can be in nobody's way; it holds the process, as ranks share the folder."""
+        return self.folder / f"{name}.{os.getpid()}.tmp"
+
+    def _write(self, path: Path, text: str, name: str | None = None) -> None:
+        """Another process sees the whole text or what was there before."""
+        temporary = self._temporary(name or path.name)
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+
+
+def _row_groups(rows: Iterator[tuple[str, Row]]) -> Iterator[list[Row]]:
+    group: list[Row] = []
+    tokens = 0
+    for _, row in rows:
+        group.append(row)
+        tokens += len(row["token_ids"])
+        if tokens >= _MERGE_TOKENS:
+            yield group
+            group, tokens = [], 0
+    if group:
+        yield group
 
 
 def refuse_other_run(there: dict[str, Any], wanted: dict[str, Any], where: Path) -> None:
@@ -220,13 +356,3 @@ def _flat(nested: dict[str, Any], front: str = "") -> dict[str, Any]:
         else:
             flat[front + name] = value
     return flat
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    """Another process sees the whole text or what was there before; the name holds the process, as ranks share it."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
