@@ -6,16 +6,21 @@ Limits, each measured in the same rounds: 2NDV (the logits alone), 8NDV (logits,
 (logits once). Candidates run once a round in random order, so that a card that slows down is slow to all alike; a
 short wait on the device precedes each, as earlier layers do in training, so that launches overlap with it (not so what
 follows the one copy to the host that validate=True makes). The inputs are random bfloat16; both outputs have upstream
-gradients except where the name says otherwise.
+gradients except where the name says otherwise. Peers run at their defaults if they are installed; one that cannot run
+is listed with the reason.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib
+import importlib.util
 import json
 import random
 import statistics
 import sys
+import types
 from collections.abc import Callable
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
@@ -41,6 +46,7 @@ SIZES = {  # tokens, hidden size, vocab rows
 }
 WAIT_CYCLES = 4_000_000  # about 2 ms
 LIMITS = {"forward": "cublas 2NDV", "recompute": "cublas 8NDV"}  # all others: 6NDV
+DISTS = ("triton", "logitless", "logitless-triton", "trl", "verl")
 Run = Callable[[], object]
 
 
@@ -57,6 +63,34 @@ def gate(backend: str) -> None:
                     check_results(example.run(backend=backend, **options), example, truth=truth)
                 except AssertionError as error:
                     sys.exit(f"{dtype} N {tokens} D {hidden_size} V {vocab} std {std} {options}: {error}; not timed")
+
+
+def trl_chunked(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    if importlib.util.find_spec("datasets") is None:  # its backward imports the trainer's helpers for one of them
+        helpers = types.ModuleType("trl.trainer.utils")
+        helpers.maybe_gather_lm_head_ctx = lambda *args: contextlib.nullcontext()  # type: ignore[attr-defined]
+        sys.modules.setdefault("trl.trainer", types.ModuleType("trl.trainer"))
+        sys.modules.setdefault("trl.trainer.utils", helpers)
+    from trl.kernels.chunked_logprob import ChunkedLogProbFunction
+
+    out = ChunkedLogProbFunction.apply(hidden, weight, None, labels, 1.0, 8192, None, 1.0, ("entropy",))
+    return out[0], out[1]
+
+
+def verl_triton(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    if "verl" not in sys.modules:
+        spec = importlib.util.find_spec("verl")
+        if spec is None or spec.submodule_search_locations is None:
+            raise ImportError("verl is not installed")
+        root = Path(next(iter(spec.submodule_search_locations)))
+        for name in ("verl", "verl.utils", "verl.utils.kernel"):  # whose own imports want a serving stack
+            sys.modules[name] = types.ModuleType(name)
+            sys.modules[name].__path__ = [str(root.joinpath(*name.split(".")[1:]))]
+    module = importlib.import_module("verl.utils.kernel.linear_cross_entropy")
+    return module.linear_cross_entropy(hidden, weight, labels, 1.0, "none", None)
+
+
+PEERS = {"TRL chunked": trl_chunked, "verl Triton": verl_triton}
 
 
 class Case:
@@ -76,6 +110,7 @@ class Case:
         self.g, self.e = (torch.randn(n, device="cuda", generator=noise) for _ in range(2))
         self.everything = 3 * n * v
         self.logits: Tensor | None = None
+        self.differences: dict[str, float] = {}  # max |Δlog_prob| of each peer from ours, nats
 
     def cublas(self, products: int) -> Run:
         """The products alone, into a buffer for the logits."""
@@ -126,6 +161,33 @@ class Case:
 
         return run
 
+    def peers(self) -> tuple[dict[str, Run], dict[str, str]]:
+        """Those that can run here, and of the others the reason."""
+        runs: dict[str, Run] = {}
+        missing: dict[str, str] = {}
+        ours = logitless.linear_log_probs(self.hidden.detach(), self.weight.detach(), self.labels, backend=self.backend)
+        for name, peer in PEERS.items():
+            try:
+                scores = peer(self.hidden, self.weight, self.labels)
+                torch.autograd.backward(scores, (self.g, self.e))
+                log_probs = scores[0].detach()
+            except Exception as error:
+                missing[name] = f"{type(error).__name__}: {error}"[:300]
+                continue
+            self.differences[name] = float((log_probs - ours.log_probs).abs().max())
+
+            def forward(peer: Callable[..., tuple[Tensor, Tensor]] = peer) -> None:
+                with torch.no_grad():
+                    peer(self.hidden, self.weight, self.labels)
+
+            def both(peer: Callable[..., tuple[Tensor, Tensor]] = peer) -> None:
+                self.hidden.grad = self.weight.grad = None
+                torch.autograd.backward(peer(self.hidden, self.weight, self.labels), (self.g, self.e))
+
+            runs[f"forward, {name}"] = forward
+            runs[f"both, {name}"] = both
+        return runs, missing
+
     def candidates(self) -> dict[str, Run]:
         """By name; each is compared with the limit that `LIMITS` names."""
         keep = self.everything
@@ -161,8 +223,8 @@ def peak(run: Run) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 2**30
 
 
-def measure(case: Case, rounds: int) -> dict[str, dict[str, float]]:
-    runs = case.candidates()
+def measure(case: Case, runs: dict[str, Run], rounds: int) -> dict[str, dict[str, object]]:
+    """Medians, quartiles, ratios to the limits, and peaks."""
     peaks = {}
     for name, run in runs.items():
         run()
@@ -207,12 +269,16 @@ def main() -> None:
     parser.add_argument("--backend", default="triton")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
+    random.seed(0)
     gate(args.backend)
     print("correct: bfloat16, float16 and float32 within the contract", flush=True)
     record = {
         "date": date.today().isoformat(),
         "card": torch.cuda.get_device_name(),
-        "versions": {"torch": torch.__version__, **{name: _version(name) for name in ("triton", "logitless-triton")}},
+        "versions": {
+            "torch": torch.__version__,
+            **{name: _version(name) for name in ("triton", "logitless-triton", "trl", "verl")},
+        },
         "dtype": "bfloat16",
         "backend": args.backend,
         "rounds": args.rounds,
@@ -221,7 +287,11 @@ def main() -> None:
     }
     for name in args.sizes:
         case = Case(name, args.backend)
-        found = record["results"][name] = measure(case, args.rounds)  # type: ignore[index]
+        peers, missing = case.peers()
+        found = measure(case, {**case.candidates(), **peers}, args.rounds)
+        record["results"][name] = found  # type: ignore[index]
+        record["peers_not_run"] = missing
+        record["peers_max_difference_nats"] = case.differences
         n, d, v = SIZES[name]
         print(f"{name}: N {n}, D {d}, V {v}, medians of {args.rounds}")
         for what, row in found.items():

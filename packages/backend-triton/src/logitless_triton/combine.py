@@ -24,7 +24,7 @@ from logitless_triton.tile import FLOOR, LN2, ceil_div, tanh
 __all__ = ["combine", "label_logits"]
 
 LOWEST = tl.constexpr(-1.0e30)
-PART = tl.constexpr(64)
+PART = tl.constexpr(128)
 _LN2 = tl.constexpr(LN2)
 
 
@@ -187,7 +187,7 @@ def combine(parts, label, f, stats, log_prob, entropy, vocab_size: int, *, finis
         log_prob, entropy: [m] the same once more, for the caller to keep.
     """
     if f.shape[0]:
-        _combine_kernel[(ceil_div(f.shape[0], 32),)](
+        _combine_kernel[(ceil_div(f.shape[0], 16),)](
             parts,
             label,
             f,
@@ -200,7 +200,7 @@ def combine(parts, label, f, stats, log_prob, entropy, vocab_size: int, *, finis
             parts.stride(1),
             stats.stride(0),
             math.log(vocab_size),
-            BLOCK=32,
+            BLOCK=16,
             FINISH=finish,
             num_warps=4,
         )

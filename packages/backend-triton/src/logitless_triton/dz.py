@@ -123,7 +123,6 @@ def _recompute_kernel(
     PROGRAMS: tl.constexpr,
     TMA: tl.constexpr,
     FLATTEN: tl.constexpr,
-    SPLIT: tl.constexpr,
     OUT_TYPE: tl.constexpr,
     ENTROPY: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -178,12 +177,9 @@ def _recompute_kernel(
         if SOFTCAP:
             dz *= 1.0 - x * x
         if TMA:
-            if SPLIT == 2:
-                left, right = halves(dz, BM, BN)
-                out.store([pm * BM, pn * BN], left.to(OUT_TYPE))
-                out.store([pm * BM, pn * BN + BN // 2], right.to(OUT_TYPE))
-            else:
-                out.store([pm * BM, pn * BN], dz.to(OUT_TYPE))
+            left, right = halves(dz, BM, BN)
+            out.store([pm * BM, pn * BN], left.to(OUT_TYPE))
+            out.store([pm * BM, pn * BN + BN // 2], right.to(OUT_TYPE))
         else:
             at = rows.to(tl.int64)[:, None] * stride_out + cols[None, :]
             tl.store(out + at, dz.to(OUT_TYPE), mask=inside[:, None] & (cols < V)[None, :])
@@ -209,7 +205,7 @@ def dz_from_logits(work: Any, rows: Any, stats: Tensor, coefs: Tensor, start: in
         described = (
             descriptor(h, [tile.rows, tile.depth]),
             descriptor(w, [tile.columns, tile.depth]),
-            descriptor(out, [tile.rows, tile.columns // tile.split]),
+            descriptor(out, [tile.rows, tile.columns // 2]),
         )
         if None not in described:
             (h, w, target), tma = described, True
@@ -245,7 +241,6 @@ def dz_from_logits(work: Any, rows: Any, stats: Tensor, coefs: Tensor, start: in
         PROGRAMS=programs,
         TMA=tma,
         FLATTEN=tma and not head.rank,
-        SPLIT=tile.split,
         OUT_TYPE=_TYPES[str(out.dtype)],
         ENTROPY=entropy,
         SOFTCAP=head.softcap,

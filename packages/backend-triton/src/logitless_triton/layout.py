@@ -60,7 +60,7 @@ def _way(request: Request) -> int:
 def kept_length(request: Request, keep_bytes: int) -> int:
     """Bytes of the buffer: at most `keep_bytes`, and only whole column tiles."""
     dtype = torch.promote_types(request.hidden_dtype, request.weight_dtype)
-    width = config_for(device_facts(request.device), dtype).forward.columns
+    width = config_for(device_facts(request.device), dtype, request.hidden_size).forward.columns
     mode, n = _way(request), request.n_tokens
     tiles = tiles_that_fit(keep_bytes - GRAIN - GRAIN // 2, n, width, dtype.itemsize, mode, request.vocab_rows)
     if not tiles:

@@ -84,6 +84,7 @@ class Rows:
     lora_u: Tensor | None  # [m, r]
     labels: Tensor  # [m] int64, rows of this rank's weight; out of range where another rank has it
     f: Tensor  # [m] float32
+    uniform: float | None = None  # f, where it is the same for all tokens
 
     @property
     def count(self) -> int:
@@ -96,7 +97,7 @@ class Rows:
     def span(self, start: int, stop: int) -> Rows:
         """Some of these rows."""
         lora_u = None if self.lora_u is None else self.lora_u[start:stop]
-        return Rows(self.hidden[start:stop], lora_u, self.labels[start:stop], self.f[start:stop])
+        return Rows(self.hidden[start:stop], lora_u, self.labels[start:stop], self.f[start:stop], self.uniform)
 
 
 class Work:
@@ -108,7 +109,7 @@ class Work:
         self.n = problem.labels.shape[0] if problem.live is None else problem.live.shape[0]
         self.operand = torch.promote_types(problem.hidden.dtype, problem.weight.dtype)
         self.device: Device = device_facts(problem.hidden.device)
-        self.config: Config = config_for(self.device, self.operand)
+        self.config: Config = config_for(self.device, self.operand, problem.hidden.shape[1])
 
     @property
     def item(self) -> int:
@@ -143,7 +144,6 @@ class Work:
         if p.vocab_start:
             labels = labels - p.vocab_start
         if isinstance(p.temperature, Tensor):
-            f = self.head.factor / take(p.temperature).float()
-        else:
-            f = self.empty(stop - start).fill_(self.head.factor / p.temperature)
-        return Rows(hidden, lora_u, labels, f)
+            return Rows(hidden, lora_u, labels, self.head.factor / take(p.temperature).float())
+        uniform = self.head.factor / p.temperature
+        return Rows(hidden, lora_u, labels, self.empty(stop - start).fill_(uniform), uniform)

@@ -50,7 +50,7 @@ def place(tile, num_m, num_n, GROUP: tl.constexpr):
 
 @triton.jit
 def halves(x, BM: tl.constexpr, BN: tl.constexpr):
-    """A tile's left and right half."""
+    """A tile's left and right half: stored one after the other, they take half the shared memory."""
     return tl.split(tl.permute(tl.reshape(x, (BM, 2, BN // 2)), (0, 2, 1)))
 
 
