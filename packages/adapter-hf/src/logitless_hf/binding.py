@@ -19,6 +19,7 @@ from torch import nn
 from logitless.errors import InputTypeError, UnsupportedError
 from logitless_hf.head import has_weights
 from logitless_hf.scoring import HeadReport, examine, scored_forward
+from logitless_hf.traffic import passing
 
 __all__ = ["Binding", "bind", "bind_always", "binding_of", "inspect_head", "is_bound_class", "unbind"]
 
@@ -54,11 +55,12 @@ def bound_class(base: Any) -> Any:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         binding: Binding = self.__dict__[STATE]
         asked = kwargs.pop("return_log_probs", binding.always and not binding.generating)
-        if not asked:
-            return base.forward(self, *args, **kwargs)
-        # Not through __call__, whose hooks have run.
-        report = binding.report or _examine(self, functools.partial(forward, self))
-        return scored_forward(self, base.forward, report.transform, binding.backend, args, kwargs)
+        with passing(self, scoring=asked):
+            if not asked:
+                return base.forward(self, *args, **kwargs)
+            # Not through __call__, whose hooks have run.
+            report = binding.report or _examine(self, functools.partial(forward, self))
+            return scored_forward(self, base.forward, report.transform, binding.backend, args, kwargs)
 
     def generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         binding: Binding = self.__dict__[STATE]
@@ -162,7 +164,8 @@ def bind(model: Model, backend: str | None = None) -> Model:
     model is as it was. What the family does to its logits is identified by running it on eight tokens, and the result
     checked against the model's own logits; random states, buffers, modes and gradients stay as they are. A model on
     the meta device is examined at its first scoring call. A PeftModel has its inner model bound. A sharded model is
-    bound on all ranks.
+    bound on all ranks. What is changed about the head afterwards (a config's softcap, say) needs another `bind`. While
+    one thread scores, another may not call the model.
 
     Args:
         model: a transformers causal language model.
