@@ -132,7 +132,7 @@ def compat(session: nox.Session, transformers: str) -> None:
 @nox.session(default=False)
 def demo(session: nox.Session) -> None:
     """Scores a real file with a small real model, checks it, and trains a few steps."""
-    install(session, ["core", "torch", "hf"], "gguf")
+    install(session, ["core", "torch", "hf"], "gguf", "accelerate")
     session.run("python", "examples/demo.py", *session.posargs, env={"PYTHONDONTWRITEBYTECODE": None})
 
 
