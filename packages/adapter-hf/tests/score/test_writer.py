@@ -290,11 +290,23 @@ def cut(lines: list[str]) -> list[str]:
         lambda lines: [],
         lambda lines: lines[::-1],
         lambda lines: [*lines, lines[-1]],
+        lambda lines: [*lines, json.dumps(some_row(4)) + "\n"],
         lambda lines: [lines[0], lines[1].replace('"tokens": ["a", null]', '"tokens": ["a"]')],
         lambda lines: [lines[0], "[]\n"],
         None,
     ],
-    ids=["cut", "no end of line", "lacking", "empty", "swapped", "doubled", "short list", "no row", "no file"],
+    ids=[
+        "cut",
+        "no end of line",
+        "lacking",
+        "empty",
+        "swapped",
+        "doubled",
+        "one more",
+        "short list",
+        "no row",
+        "no file",
+    ],
 )
 def test_a_damaged_part_is_named_and_scored_again(output: Output, damage: Any) -> None:
     output.begin(MANIFEST, resume=False, overwrite=False)
