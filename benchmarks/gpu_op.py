@@ -277,7 +277,7 @@ def main() -> None:
         "card": torch.cuda.get_device_name(),
         "versions": {
             "torch": torch.__version__,
-            **{name: _version(name) for name in ("triton", "logitless-triton", "trl", "verl")},
+            **{name: _version(name) for name in DISTS},
         },
         "dtype": "bfloat16",
         "backend": args.backend,

@@ -47,7 +47,7 @@ def policy_loss(
     work = Work(problem)
     chunk, keep = chunk_of(work)
     starts = range(0, work.n, chunk)
-    sums = Sums(work, needs, grad_buffer, passes=len(starts))
+    sums = Sums(work, needs, grad_buffer, passes=len(starts), half=False)
     scores = Scores(work, work.n)
     buffer: Tensor | None = None
     for start in starts:

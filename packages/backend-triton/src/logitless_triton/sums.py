@@ -54,10 +54,13 @@ class Sums:
 
     Args:
         passes: how many passes over the columns there will be, each for other tokens.
+        half: False leaves gradients of float16 inputs in float32, for a single pass whose upstream comes later.
     """
 
-    def __init__(self, work: Work, needs: Needs, grad_buffer: Tensor | None, *, passes: int = 1) -> None:
-        p, self.work, self.grad_buffer = work.problem, work, grad_buffer
+    def __init__(
+        self, work: Work, needs: Needs, grad_buffer: Tensor | None, *, passes: int = 1, half: bool = True
+    ) -> None:
+        p, self.work, self.grad_buffer, self.half = work.problem, work, grad_buffer, half
         self.hidden = work.empty(work.n, p.hidden.shape[1]) if needs.hidden else None
         self.lora_u = None
         if needs.lora_u and p.lora_u is not None:
@@ -67,7 +70,7 @@ class Sums:
         self.scaled = work.operand == torch.float16
         self.weight, self.direct = grad_buffer, False
         if needs.weight and grad_buffer is None:
-            self.direct = passes == 1
+            self.direct = passes == 1 and (half or p.weight.dtype != torch.float16)
             dtype = p.weight.dtype if self.direct else torch.float32
             self.weight = work.empty(*p.weight.shape, dtype=dtype)
             self.weight[work.head.valid :] = 0
@@ -151,21 +154,24 @@ class Sums:
             for whole in (self.hidden, self.lora_u):
                 if whole is not None:
                     all_reduce(whole, p.group)
+
+        def rounding(sums: Tensor | None, like: Tensor | None, of_tokens: bool = False) -> Tensor | None:
+            if sums is None or like is None:
+                return None
+            dtype = like.dtype if self.half or like.dtype != torch.float16 else torch.float32
+            return _spread(sums, like, dtype, p.live) if of_tokens else rounded(sums, dtype)
+
         return Gradients(
-            hidden=_spread(self.hidden, p.hidden, p.live),
-            weight=None
-            if self.weight is None or self.grad_buffer is not None
-            else rounded(self.weight, p.weight.dtype),
-            bias=None if self.bias is None or p.bias is None else self.bias.to(p.bias.dtype),
-            lora_u=_spread(self.lora_u, p.lora_u, p.live),
-            lora_b=None if self.lora_b is None or p.lora_b is None else self.lora_b.to(p.lora_b.dtype),
+            hidden=rounding(self.hidden, p.hidden, of_tokens=True),
+            weight=rounding(self.weight, p.weight) if self.grad_buffer is None else None,
+            bias=rounding(self.bias, p.bias),
+            lora_u=rounding(self.lora_u, p.lora_u, of_tokens=True),
+            lora_b=rounding(self.lora_b, p.lora_b),
         )
 
 
-def _spread(sums: Tensor | None, like: Tensor | None, live: Tensor | None) -> Tensor | None:
-    """[n, ...] sums to [N, ...] gradients in their input's dtype."""
-    if sums is None or like is None:
-        return None
+def _spread(sums: Tensor, like: Tensor, dtype: torch.dtype, live: Tensor | None) -> Tensor:
+    """[n, ...] sums to [N, ...] gradients."""
     if live is None:
-        return sums.to(like.dtype)
-    return like.new_zeros(like.shape).index_copy_(0, live, sums.to(like.dtype))
+        return sums.to(dtype)
+    return like.new_zeros(like.shape, dtype=dtype).index_copy_(0, live, sums.to(dtype))
