@@ -1,0 +1,62 @@
+"""How gradients are summed: fp16 ones that are tiny, mixed dtypes, and blocks of any size."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+
+from logitless.testing.example import random_example
+from logitless.testing.tolerance import check_gradients, check_results
+from logitless_triton.backward import Blocks
+
+HAS_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if HAS_GPU else "cpu"
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+@pytest.mark.parametrize("size", [1e-7, 1e4])
+def test_fp16_gradients_neither_vanish_nor_overflow(size: float) -> None:
+    """Upstream gradients of a mean over millions of tokens, or scaled up: dz as it is would leave fp16's range."""
+    example = random_example(50, dtype=torch.float16, device=DEVICE, ignored=False)
+    example = replace(example, grad_log_probs=example.grad_log_probs * size, grad_entropy=example.grad_entropy * size)
+    buffer = torch.zeros_like(example.head.weight, dtype=torch.float32)
+    example.with_head(grad_buffer=buffer).run(backend="triton", frozen=("hidden",))
+    check_gradients({"hidden": None, "weight": buffer}, example, dtypes={"weight": torch.float32})
+
+
+def test_narrow_hidden_beside_an_fp32_head_is_computed_in_fp32() -> None:
+    example = random_example(20, dtype=torch.float32, device=DEVICE)
+    example = replace(example, hidden=example.hidden.bfloat16())
+    got = example.run(backend="triton")
+    check_results(got, example)
+    hidden = got.gradients["hidden"]
+    assert hidden is not None
+    assert hidden.dtype == torch.bfloat16
+
+
+def test_fp32_lora_pair_beside_a_half_head() -> None:
+    """The pair is not rounded to the head's dtype: scores and the pair's gradients are better than that."""
+    example = random_example(20, dtype=torch.float16, device=DEVICE, lora=(3,))
+    exact = random_example(20, dtype=torch.float32, device=DEVICE, lora=(3,))
+    example = example.with_head(lora=exact.head.lora)
+    got = example.run(backend="triton")
+    check_results(got, example)
+    assert all(got.gradients[name].dtype == torch.float32 for name in ("lora_u0", "lora_b0"))
+
+
+@pytest.mark.parametrize("n", [1, 13, 8192, 65536])
+@pytest.mark.parametrize("workspace_bytes", [1, 1 << 20, 512 << 20, 1 << 40])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_blocks_cover_all_and_fit(n: int, workspace_bytes: int, scaled: bool) -> None:
+    columns, hidden_size, item = 151936, 4096, 2
+    blocks = Blocks.plan(n, columns, hidden_size, item, workspace_bytes, scaled)
+    for spans, end in ((blocks.of_tokens(n), n), (blocks.of_columns(0, columns), columns)):
+        assert spans[0][0] == 0
+        assert spans[-1][1] == end
+        assert all(a[1] == b[0] for a, b in pairwise(spans))
+    tile = 4 * hidden_size * blocks.columns if scaled or blocks.tokens < n else 0
+    smallest = 16 * 256 * item + 4 * hidden_size * 256
+    assert blocks.tokens * blocks.columns * item + tile <= max(workspace_bytes, smallest)
