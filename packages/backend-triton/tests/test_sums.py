@@ -17,7 +17,7 @@ DEVICE = "cuda" if HAS_GPU else "cpu"
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
-@pytest.mark.parametrize("size", [1e-7, 1e4])
+@pytest.mark.parametrize("size", [1e-7, 1e6])
 def test_fp16_gradients_neither_vanish_nor_overflow(size: float) -> None:
     """Upstream gradients of a mean over millions of tokens, or scaled up: dz as it is would leave fp16's range."""
     example = random_example(50, dtype=torch.float16, device=DEVICE, ignored=False)
