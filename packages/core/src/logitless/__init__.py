@@ -2,6 +2,7 @@
 
 from importlib.metadata import version
 
+from logitless import errors, losses, reference
 from logitless._registry import PluginStatus, adapters, backends, make_forward, use_backend
 from logitless.head import LMHead
 from logitless.linear import linear_log_probs
@@ -32,8 +33,11 @@ __all__ = [
     "TokenLogProbs",
     "adapters",
     "backends",
+    "errors",
     "linear_log_probs",
     "linear_policy_loss",
+    "losses",
     "make_forward",
+    "reference",
     "use_backend",
 ]

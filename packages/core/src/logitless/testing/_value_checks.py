@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from logitless.linear import linear_log_probs
+from logitless.policy import linear_policy_loss
 from logitless.testing._conformance import OPTIONS, ConformanceChecks, entropy_of, expect, same
 from logitless.testing.cases import Case
 from logitless.testing.example import Example, Results
@@ -175,3 +177,21 @@ class ValueChecks(ConformanceChecks):
         check_results(got, example)
         two_passes = example.run(backend=self.backend, workspace_bytes=1 << 12)
         expect(same(got.scores.log_probs, two_passes.scores.log_probs), "log_prob's bits are not the op's")
+
+    def test_policy_loss_scaled_afterwards(self, dtype: torch.dtype) -> None:
+        """Small float16 gradients survive until a GradScaler's factor lifts them: they are rounded after it."""
+        if "policy_loss" in self.refuses:
+            pytest.skip("the backend has no single pass")
+        example, small = self.example(dtype, 50).fresh(), 2.0**-22
+        weight, g = example.head.weight, example.grad_log_probs.flatten()
+        leaves = (example.hidden, weight)
+        loss, _ = linear_policy_loss(
+            *leaves, example.labels, lambda scores, i: small * g[i] * scores.log_probs, backend=self.backend
+        )
+        got = torch.autograd.grad(loss / small, leaves)
+        out = linear_log_probs(*leaves, example.labels, backend=self.backend)
+        want = torch.autograd.grad((example.grad_log_probs * out.log_probs).sum(), leaves)
+        for name, a, b in zip(("hidden", "weight"), got, want, strict=True):
+            expect(a.dtype == b.dtype, f"d_{name} has dtype {a.dtype}, expected {b.dtype}")
+            off = float((a.double() - b.double()).norm() / b.double().norm())
+            expect(off < (1e-2 if dtype == torch.bfloat16 else 2e-3), f"d_{name} is off by {off:.2e} when scaled up")
