@@ -14,6 +14,8 @@ from logitless.errors import InvalidInputError, UnsupportedError
 
 __all__ = ["Checkpoint"]
 
+_VOCABULARY = ("tokenizer.", "vocab", "merges", "spiece", "sentencepiece", "tekken")  # how such files are called
+_MODELS = (".model", ".tiktoken")
 _WHOLE = (".jinja", ".json", ".model", ".tiktoken", ".txt")  # hashed whole; the rest by samples
 _WEIGHTS = (".bin", ".gguf", ".pt", ".pth", ".safetensors")
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
@@ -45,7 +47,12 @@ class Checkpoint:
         """The folder's tokenizer."""
         from transformers import AutoTokenizer
 
-        return self._load("tokenizer", lambda: AutoTokenizer.from_pretrained(self.path, local_files_only=True))
+        def from_disk() -> Any:
+            if not any(file.name.startswith(_VOCABULARY) or file.suffix in _MODELS for file in self.path.iterdir()):
+                raise FileNotFoundError("no tokenizer file is there")  # some versions of transformers make one up
+            return AutoTokenizer.from_pretrained(self.path, local_files_only=True)
+
+        return self._load("tokenizer", from_disk)
 
     @property
     def vocab_size(self) -> int:
