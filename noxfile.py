@@ -103,7 +103,7 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def types(session: nox.Session) -> None:
     """Mypy, strict, over every package."""
-    install(session, list(FOLDERS), "mypy==2.4.*")
+    install(session, list(FOLDERS), "mypy==2.4.*", "pytest>=9")
     session.run("mypy", *(f"{folder}/src" for folder in FOLDERS.values()))
 
 
