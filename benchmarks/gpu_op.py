@@ -284,14 +284,16 @@ def main() -> None:
         "rounds": args.rounds,
         "sizes": {name: SIZES[name] for name in args.sizes},
         "results": {},
+        "peers_not_run": {},
+        "peers_max_difference_nats": {},
     }
     for name in args.sizes:
         case = Case(name, args.backend)
         peers, missing = case.peers()
         found = measure(case, {**case.candidates(), **peers}, args.rounds)
         record["results"][name] = found  # type: ignore[index]
-        record["peers_not_run"] = missing
-        record["peers_max_difference_nats"] = case.differences
+        record["peers_not_run"][name] = missing  # type: ignore[index]
+        record["peers_max_difference_nats"][name] = case.differences  # type: ignore[index]
         n, d, v = SIZES[name]
         print(f"{name}: N {n}, D {d}, V {v}, medians of {args.rounds}")
         for what, row in found.items():

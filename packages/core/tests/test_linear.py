@@ -432,3 +432,18 @@ def test_forward_mode_is_refused_and_not_taken_for_zero() -> None:
 
     with pytest.raises(UnsupportedError, match="forward-mode differentiation"):
         torch.func.jvp(score, (example.hidden.detach(),), (tangent,))
+
+
+def test_compiled_calls_tell_the_backend_of_lora_too() -> None:
+    """A backend that refuses it must get to say so; its rank may be symbolic, that there is one is not."""
+
+    class Refuses(ReferenceBackend):
+        def supports(self, request: Request) -> str | None:
+            return "no LoRA here" if request.lora_rank else None
+
+    example = small(lora=(2,))
+    torch._dynamo.reset()
+    with installed(Refuses(), alone=True):
+        for score in (scores(example), torch.compile(scores(example), fullgraph=True, backend="aot_eager")):
+            with pytest.raises(Exception, match="no LoRA here"):
+                run_both(score, score, example)

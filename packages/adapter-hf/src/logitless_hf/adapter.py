@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from logitless import PROTOCOL, ForwardFn
+from logitless import ForwardFn
 from logitless_hf.binding import inspect_head
 from logitless_hf.forward import make_forward
 from logitless_hf.score.checkpoint import Checkpoint
@@ -22,7 +22,7 @@ class HFAdapter:
     """Hugging Face causal language models, PEFT's included."""
 
     name = "hf"
-    protocol = PROTOCOL
+    protocol = 1  # what this was written for; core's own number would agree with any core
 
     def supports(self, model: Any) -> str | None:
         """None for a module that names its head as transformers' models do, else why not."""

@@ -284,7 +284,7 @@ def make_call(
         weight_dtype=weight.dtype,
         bias=head.bias is not None,
         softcap=head.softcap is not None,
-        lora_rank=0 if tracing or lora_b is None else lora_b.shape[1],
+        lora_rank=0 if lora_b is None else 1 if tracing else lora_b.shape[1],
         per_token_temperature=isinstance(temperature, Tensor),
         entropy=entropy,
         entropy_grad=entropy and entropy_grad and needs_grad,

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from logitless._batch_checks import check_align, check_flat, check_ids, check_like
 from logitless._segments import Scheme, cumulated, fill_bins, last_tokens, ramp, shard_index, split_bins
 from logitless.collectives import gather_own_gradient
 from logitless.errors import InputTypeError, InvalidInputError
@@ -116,9 +117,9 @@ class PackedBatch:
             position_ids: [B, S], or [3, B, S], [4, B, S]; by default each sequence counts from 0.
             align: each sequence is padded to a multiple of this.
         """
-        _check_ids("input_ids", input_ids, 2)
-        _check_like("attention_mask", attention_mask, input_ids)
-        _check_align(align)
+        check_ids("input_ids", input_ids, 2)
+        check_like("attention_mask", attention_mask, input_ids)
+        check_align(align)
         rows, columns = input_ids.shape
         mask = attention_mask != 0
         odd = (mask & (attention_mask != 1)).sum(1)
@@ -127,10 +128,10 @@ class PackedBatch:
             raise InvalidInputError("attention_mask: got values other than 0 and 1, expected a mask of tokens")
         source_M = torch.nonzero_static(mask.flatten(), size=sum(lengths)).squeeze(1)
         if position_ids is not None:
-            _check_like("position_ids", position_ids[0] if position_ids.ndim == 3 else position_ids, input_ids)
+            check_like("position_ids", position_ids[0] if position_ids.ndim == 3 else position_ids, input_ids)
             position_ids = position_ids.flatten(-2).index_select(-1, source_M)
         if loss_mask is not None:
-            _check_like("loss_mask", loss_mask, input_ids)
+            check_like("loss_mask", loss_mask, input_ids)
             loss_mask = loss_mask.flatten().index_select(0, source_M)
         ids_M = input_ids.flatten().index_select(0, source_M)
         return _build(ids_M, lengths, loss_mask, position_ids, align, source_M, ("padded", (rows, columns)))
@@ -147,9 +148,9 @@ class PackedBatch:
         """From a jagged nested tensor of ids [B, j]; masks and positions are nested alike (or position_ids [k, M])."""
         if not (isinstance(input_ids, Tensor) and input_ids.is_nested and input_ids.layout == torch.jagged):
             raise InputTypeError("input_ids: expected a nested tensor of layout torch.jagged [B, j]; see from_padded")
-        _check_align(align)
+        check_align(align)
         ids_M, lengths = _jagged_values(input_ids)
-        _check_ids("input_ids", ids_M, 1)
+        check_ids("input_ids", ids_M, 1)
 
         def values(name: str, x: Tensor | None) -> Tensor | None:
             if x is None or not x.is_nested:
@@ -160,8 +161,8 @@ class PackedBatch:
             return found
 
         loss_M, position_M = values("loss_mask", loss_mask), values("position_ids", position_ids)
-        _check_flat("loss_mask", loss_M, ids_M)
-        _check_flat("position_ids", position_M, ids_M)
+        check_flat("loss_mask", loss_M, ids_M)
+        check_flat("position_ids", position_M, ids_M)
         source_M = torch.arange(ids_M.shape[0], device=ids_M.device)
         return _build(ids_M, lengths, loss_M, position_M, align, source_M, ("nested", (ids_M.shape[0],)))
 
@@ -176,10 +177,10 @@ class PackedBatch:
         device: torch.device | str | None = None,
     ) -> PackedBatch:
         """From a list of id sequences (tensors [L] or lists of ints); masks and positions are lists alike."""
-        _check_align(align)
+        check_align(align)
         ids = [torch.as_tensor(x if len(x) else torch.zeros(0, dtype=torch.int64), device=device) for x in input_ids]
         for i, x in enumerate(ids):
-            _check_ids(f"input_ids[{i}]", x, 1)
+            check_ids(f"input_ids[{i}]", x, 1)
         lengths = [x.shape[0] for x in ids]
 
         def joined(name: str, parts: Sequence[Any] | None) -> Tensor | None:
@@ -483,28 +484,3 @@ def _jagged_values(x: Any) -> tuple[Tensor, list[int]]:
     lengths = x.lengths().tolist()
     row_M, offset_M = ramp(lengths, x.values().device)
     return x.values().index_select(0, offsets.index_select(0, row_M) + offset_M), lengths
-
-
-def _check_align(align: int) -> None:
-    if not isinstance(align, int) or isinstance(align, bool) or align < 1:
-        raise InvalidInputError(f"align: got {align!r}, expected an int of at least 1")
-
-
-def _check_ids(name: str, x: Tensor, ndim: int) -> None:
-    if not isinstance(x, Tensor) or x.is_floating_point() or x.dtype == torch.bool:
-        raise InputTypeError(f"{name}: got {getattr(x, 'dtype', type(x).__qualname__)}, expected an integer tensor")
-    if x.ndim != ndim:
-        raise InvalidInputError(f"{name}: got shape {tuple(x.shape)}, expected {ndim} dimension{'s' * (ndim > 1)}")
-
-
-def _check_like(name: str, x: Tensor, ids: Tensor) -> None:
-    if not isinstance(x, Tensor) or x.shape != ids.shape:
-        got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__qualname__
-        raise InvalidInputError(f"{name}: got {got}, expected shape {tuple(ids.shape)}, that of input_ids")
-    if x.device != ids.device:
-        raise InvalidInputError(f"{name}: is on {x.device}, input_ids on {ids.device}; move one of them")
-
-
-def _check_flat(name: str, x: Tensor | None, ids_M: Tensor) -> None:
-    if x is not None and x.shape[-1] != ids_M.shape[0]:
-        raise InvalidInputError(f"{name}: got {x.shape[-1]} entries, expected {ids_M.shape[0]}, one for each token")

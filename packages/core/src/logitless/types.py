@@ -73,8 +73,8 @@ class CausalLMOutputForPPO(Protocol):
 class Request:
     """What a call asks for, without its tensors: enough for a backend to say whether it can serve.
 
-    `n_tokens` is a size hint for `kept_shape`; under `torch.compile` it may be symbolic, and `supports` must not
-    depend on it.
+    While `torch.compile` traces, sizes may be symbolic: `supports` is then asked with sizes of 0 and any LoRA rank as
+    1, so its answer must not depend on them; `kept_shape` always gets them.
     """
 
     device: torch.device
