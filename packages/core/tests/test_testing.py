@@ -142,6 +142,14 @@ class OtherBitsInASinglePass(Broken):
         return replace(out, log_probs=out.log_probs * (1 - 2e-7))
 
 
+class RoundsBeforeTheUpstreamGradient(Broken):
+    def policy_loss(self, *arguments: Any, **keywords: Any) -> PolicyResult:
+        out = super().policy_loss(*arguments, **keywords)
+        made = (out.gradients.hidden, out.gradients.weight)
+        d_hidden, d_weight = (None if grad is None else grad.half() for grad in made)
+        return replace(out, gradients=replace(out.gradients, hidden=d_hidden, weight=d_weight))
+
+
 class DependsOnTheEntropy(Broken):
     def forward(self, problem: Problem, *, entropy: bool, entropy_grad: bool, kept_shape: tuple[int, ...]) -> Forwarded:
         out = super().forward(problem, entropy=entropy, entropy_grad=entropy_grad, kept_shape=kept_shape)
@@ -268,6 +276,7 @@ DEFECTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "test_nothing_to_differentiate": (drift(), {}),
     "test_policy_loss": (OtherBitsInASinglePass, {"option": "plain", "workspace_bytes": 1 << 20}),
     "test_policy_loss_over_many_chunks": (OtherBitsInASinglePass, {}),
+    "test_policy_loss_scaled_afterwards": (RoundsBeforeTheUpstreamGradient, {"dtype": torch.float16}),
     "test_repeats_bit_for_bit": (drift(), {}),
     "test_keep_bytes": (forward(kept_counts), {"share": 2.0}),
     "test_kept_memory_survives_a_second_backward": (UsesKeptUp, {}),
@@ -303,7 +312,7 @@ def run_check(name: str, backend_class: type[ReferenceBackend], arguments: dict[
         backend = backend_class.name
 
     with installed(backend_class(), alone=True):
-        getattr(Conformance(), name)(dtype=torch.float32, **arguments)
+        getattr(Conformance(), name)(**{"dtype": torch.float32, **arguments})
 
 
 def test_every_check_has_a_defect() -> None:

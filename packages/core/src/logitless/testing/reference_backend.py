@@ -104,8 +104,24 @@ class ReferenceBackend:
         grads = token_loss(out.log_probs, out.entropy, range(len(out.log_probs)))
         gradients = Gradients()
         if grads is not None:
-            gradients = self.backward(problem, out.stats, out.kept, *grads, needs, grad_buffer)
+            gradients = self.backward(_widened(problem), out.stats, out.kept, *grads, needs, grad_buffer)
         return PolicyResult(out.log_probs, out.entropy, gradients)
+
+
+def _widened(problem: Problem) -> Problem:
+    """With float16 inputs as float32, so that their gradients come so, as the single pass hands them over."""
+
+    def wide(x: Tensor | None) -> Any:
+        return x.float() if x is not None and x.dtype == torch.float16 else x
+
+    return replace(
+        problem,
+        hidden=wide(problem.hidden),
+        weight=wide(problem.weight),
+        bias=wide(problem.bias),
+        lora_u=wide(problem.lora_u),
+        lora_b=wide(problem.lora_b),
+    )
 
 
 def _products(
