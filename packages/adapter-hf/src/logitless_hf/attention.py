@@ -2,17 +2,20 @@
 
 transformers' sdpa and eager attention tell packed sequences apart, if at all, by a mask of [T, T]. Here the family's
 mask becomes a small tensor that says which sequences there are and how far a token sees, and reaches each layer on
-the mask's own way, whatever keywords the family passes on; each sequence is then attended to by itself.
+the mask's own way, whatever keywords the family passes on; each sequence is then attended to by itself: on a GPU in
+one call of torch's `varlen_attn` where it serves, else in turn by `scaled_dot_product_attention`.
 
 Shape suffixes: B sequences, H query heads, G key heads, T packed tokens, L tokens of one sequence, E head size.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
+from functools import cache, partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -159,6 +162,57 @@ def _attend_sequence(
     return torch.cat(out, dim=2)
 
 
+# --- all sequences at once ------------------------------------------------------------------------------------------
+
+
+@cache
+def _varlen_attn() -> tuple[Callable[..., Any], bool] | None:
+    """torch's `varlen_attn` and whether it groups heads; None where it takes no scale and window (torch < 2.11)."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    known = inspect.signature(varlen_attn).parameters
+    return (varlen_attn, "enable_gqa" in known) if {"scale", "window_size"} <= known.keys() else None
+
+
+def _flash_takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether the kernel under `varlen_attn` runs on these."""
+    size = query.shape[-1]
+    return (
+        query.is_cuda
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and query.dtype == key.dtype == value.dtype
+        and size == value.shape[-1]
+        and size % 8 == 0
+        and size <= 256
+        and torch.backends.cuda.is_flash_attention_available()
+        and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    )
+
+
+def _attend_varlen(
+    query: Tensor, key: Tensor, value: Tensor, window: int | None, lengths: list[int], scale: float | None
+) -> Tensor | None:
+    """[1, H, T, E] of every sequence, in one call; None if torch has no kernel for it."""
+    found = _varlen_attn()
+    if found is None or not _flash_takes(query, key, value):
+        return None
+    kernel, groups = found
+    grouped: dict[str, Any] = {}
+    if query.shape[1] != key.shape[1]:
+        if groups:
+            grouped["enable_gqa"] = True
+        else:
+            key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+    borders = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(query.device)
+    rows = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # (T, H or G, E)
+    reach = (-1 if window is None else window - 1, 0)  # tokens before, tokens after the one that looks
+    longest = max(lengths)
+    out: Tensor = kernel(*rows, borders, borders, longest, longest, scale=scale, window_size=reach, **grouped)
+    return out.transpose(0, 1).unsqueeze(0)
+
+
 # --- the row ------------------------------------------------------------------------------------------------------
 
 
@@ -192,6 +246,10 @@ def _packed_forward(
     if query.shape[0] != 1 or query.shape[2] != key.shape[2]:
         raise UnsupportedError(f"packed attention: got queries {tuple(query.shape)}, keys {tuple(key.shape)}: a cache?")
     window, lengths = _read(attention_mask, query.shape[2])
+    if softcap is None and not dropout:
+        at_once = _attend_varlen(query, key, value, window, lengths, scaling)
+        if at_once is not None:
+            return at_once.transpose(1, 2).contiguous(), None
     inner = _attend if softcap is None else partial(_attend_capped, softcap=softcap)
     attend = partial(inner, dropout=dropout, scale=scaling)
     queries, keys, values = (torch.split(x, lengths, dim=2) for x in (query, key, value))
