@@ -1,0 +1,295 @@
+"""TRL's trainers, with log-probabilities and entropies computed here.
+
+A trainer of TRL hands each of its models to `add_fused_lm_head`, and calls `model(..., labels=..., fused_lm_head=True)`
+from then on. The subclass made here runs that same `__init__`, but the function that it finds under that name is ours.
+Its globals are a copy, so nothing of TRL is replaced, not even for a moment: other trainers stay as they are.
+
+TRL is not imported: who passes a trainer has it. Shapes: B rows, S positions; scores are [B, S-1], as TRL's are.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FunctionType, MethodType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from logitless.errors import InputTypeError, InvalidInputError, UnsupportedError
+from logitless_hf.binding import bind, binding_of, inspect_head, unbind
+from logitless_hf.labels import IGNORE_INDEX
+from logitless_hf.scoring import HeadReport
+
+__all__ = ["HeadStatus", "release", "status", "with_logitless"]
+
+Trainer = TypeVar("Trainer")
+SEAM = "add_fused_lm_head"
+MADE_FOR = "TRL 1.16"
+PARAMETERS = ("model", "temperature", "cast_lm_head_to_fp32", "outputs")  # of the function, as TRL 1.16 has it
+OUTPUT = "FusedCausalLMOutput"
+FIELDS = ("loss", "log_probs", "entropy", "label_mask", "aux_loss")  # of the output, those that are filled here
+SERVED = ("log_probs", "entropy")
+STATE = "_logitless_trl"  # where a model keeps its Scoring
+MARK = "_logitless_trl_forward"
+
+
+@dataclass
+class Scoring:
+    """How one model scores. It holds no reference to the model, so that copies are independent."""
+
+    output: Callable[..., Any]
+    temperature: float
+    entropy: bool
+    entropy_grad: bool
+    keep_bytes: int
+    calls: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class HeadStatus:
+    """What scores one model of a trainer.
+
+    Attributes:
+        report: the model's head, as it was understood.
+        backend: the backend that was asked for; None: chosen at each call, as `logitless doctor` shows.
+        temperature: what logits are divided by.
+        calls: scoring calls so far; 0 means that none of the trainer's scores came from here yet.
+    """
+
+    report: HeadReport
+    backend: str | None
+    temperature: float
+    calls: int
+
+
+def _seam(trainer: Any) -> tuple[type, Callable[..., Any]]:
+    """The class whose `__init__` adds the fused heads, and TRL's function for it.
+
+    Raises:
+        UnsupportedError: there is none, or it is not what this module was written for.
+    """
+    name = trainer.__qualname__
+    for owner in trainer.__mro__:
+        init = owner.__dict__.get("__init__")
+        if isinstance(init, FunctionType) and SEAM in init.__code__.co_names and SEAM in init.__globals__:
+            break
+    else:
+        raise UnsupportedError(
+            f"{name}: its __init__ does not call {SEAM}(model, ...), as GRPOTrainer and RLOOTrainer of {MADE_FOR} do; "
+            f"pass one of those or a subclass, with {MADE_FOR} installed"
+        )
+    function: Callable[..., Any] = init.__globals__[SEAM]
+    found = tuple(inspect.signature(function).parameters)
+    if found != PARAMETERS:
+        raise UnsupportedError(
+            f"{name}: {SEAM} takes ({', '.join(found)}), expected ({', '.join(PARAMETERS)}): this TRL is not the one "
+            f"that logitless-hf was written for; install {MADE_FOR}"
+        )
+    output = getattr(function, "__globals__", {}).get(OUTPUT)
+    missing = [field for field in FIELDS if field not in getattr(output, "__dataclass_fields__", {})]
+    if missing:
+        raise UnsupportedError(
+            f"{name}: {OUTPUT} has no {', '.join(missing)}: this TRL is not the one that logitless-hf was written for; "
+            f"install {MADE_FOR}"
+        )
+    return owner, function
+
+
+def _scored(self: Any, scoring: Scoring, labels: Tensor | None, shifted: Tensor | None, items: Any, call: Any) -> Any:
+    """TRL's output of one scoring call; `call` holds the family's arguments."""
+    if binding_of(self) is None:
+        raise UnsupportedError(f"{type(self).__qualname__}: was unbound; build the trainer again to score")
+    if shifted is not None:
+        targets = shifted
+    elif labels is not None:  # the last position predicts nothing; it is ignored, and cut off below
+        targets = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
+    else:
+        raise InvalidInputError("labels: got none, and no shift_labels; fused_lm_head=True needs one of them")
+    scoring.calls += not torch.compiler.is_compiling()
+    scores = type(self).forward(
+        self,
+        *call[0],
+        **{**call[1], "use_cache": False},
+        return_log_probs=True,
+        shift_labels=targets,
+        temperature=scoring.temperature,
+        entropy=scoring.entropy,
+        entropy_grad=scoring.entropy_grad,
+        keep_bytes=scoring.keep_bytes,
+    )
+    log_probs, entropy, mask = scores.log_probs, scores.entropy, targets.to(scores.log_probs.device) != IGNORE_INDEX
+    if shifted is None:
+        log_probs, mask = log_probs[:, :-1], mask[:, :-1]
+        entropy = None if entropy is None else entropy[:, :-1]
+    loss = -log_probs.sum() / (mask.sum().clamp(min=1) if items is None else items)
+    aux_loss = getattr(scores, "aux_loss", None)
+    if aux_loss is not None:
+        loss = loss + getattr(self.config.get_text_config(), "router_aux_loss_coef", 0.0) * aux_loss
+    return scoring.output(loss=loss, log_probs=log_probs, entropy=entropy, label_mask=mask, aux_loss=aux_loss)
+
+
+def _forward_like(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward that also takes `fused_lm_head=True`; in all else the model's own."""
+
+    def forward(
+        self: Any,
+        *args: Any,
+        fused_lm_head: bool = False,
+        labels: Tensor | None = None,
+        shift_labels: Tensor | None = None,
+        num_items_in_batch: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        if fused_lm_head:
+            return _scored(self, self.__dict__[STATE], labels, shift_labels, num_items_in_batch, (args, kwargs))
+        given = {"labels": labels, "shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
+        kwargs |= {name: value for name, value in given.items() if value is not None}
+        return type(self).forward(self, *args, **kwargs)
+
+    functools.update_wrapper(forward, original)
+    del forward.__wrapped__  # type: ignore[attr-defined]  # accelerate's unwrap_model strips what has one
+    forward.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]  # `generate` reads it
+    setattr(forward, MARK, True)
+    return forward
+
+
+def _slot(model: nn.Module) -> str:
+    """Where an instance's own forward goes: accelerate's hook calls what is in `_old_forward`."""
+    return "_old_forward" if "_hf_hook" in model.__dict__ else "forward"
+
+
+def _add(model: Any, scoring: Scoring, backend: str | None) -> None:
+    _release(model)
+    bind(model, backend)
+    model.__dict__[STATE] = scoring
+    model.__dict__[_slot(model)] = MethodType(_forward_like(type(model).forward), model)
+
+
+def _release(model: Any) -> None:
+    """Make the model what it was before `_add`; nothing happens if it was not added."""
+    if model.__dict__.pop(STATE, None) is None:
+        return
+    slot = _slot(model)
+    function = getattr(model.__dict__.get(slot), "__func__", None)
+    while function is not None and not hasattr(function, MARK):  # under accelerate's mixed precision
+        function = getattr(function, "__wrapped__", None)
+    if function is not None:
+        model.__dict__.pop("_original_forward", None)
+        if slot == "forward":
+            del model.__dict__[slot]
+        else:
+            model.__dict__[slot] = MethodType(type(model).forward, model)
+    unbind(model)
+
+
+def _causal_lm(model: Any) -> Any:
+    """The model inside of DDP, a compiled module or PEFT."""
+    while True:
+        inner = [getattr(model, name, None) for name in ("module", "_orig_mod")]
+        wrapped = next((module for module in inner if isinstance(module, nn.Module)), None)
+        if wrapped is None:
+            return model.get_base_model() if hasattr(model, "get_base_model") else model
+        model = wrapped
+
+
+def _models(trainer: Any) -> dict[str, Any]:
+    """The trainer's models that score here, by what they are to it."""
+    named = {"policy": getattr(trainer, "model", None), "reference": getattr(trainer, "ref_model", None)}
+    found = {name: _causal_lm(model) for name, model in named.items() if isinstance(model, nn.Module)}
+    return {name: model for name, model in found.items() if STATE in model.__dict__}
+
+
+def _check_call(name: str, cast_lm_head_to_fp32: bool, outputs: tuple[str, ...]) -> None:
+    """Refuse what a trainer asks of its heads and is not computed here."""
+    other = [output for output in outputs if output not in SERVED]
+    if other:
+        raise UnsupportedError(
+            f"{name} asks for {', '.join(other)} for its metrics or loss; logitless computes {' and '.join(SERVED)}"
+        )
+    if cast_lm_head_to_fp32:
+        raise UnsupportedError(
+            f"{name}: cast_lm_head_to_fp32=True replaces the head's forward; leave it False: logits are accumulated in "
+            "fp32 here and never rounded"
+        )
+
+
+def _interposed(owner: Any, function: Any, backend: str | None, entropy_grad: bool, keep: int) -> Any:
+    """A subclass of `owner`, to stand right before it, whose `__init__` is `owner`'s with our heads."""
+    init: Any = owner.__dict__["__init__"]
+    output = function.__globals__[OUTPUT]
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        name = type(self).__qualname__
+
+        def add(
+            model: Any,
+            temperature: float = 1.0,
+            cast_lm_head_to_fp32: bool = False,
+            outputs: tuple[str, ...] = ("log_probs",),
+        ) -> None:
+            _check_call(name, cast_lm_head_to_fp32, outputs)
+            _add(model, Scoring(output, float(temperature), "entropy" in outputs, entropy_grad, keep), backend)
+
+        names = {**init.__globals__, SEAM: add}
+        if "BaseTunerLayer" in names:  # an instance of nothing: TRL refuses LoRA on the head, which is served here
+            names["BaseTunerLayer"] = ()
+        ours: Any = FunctionType(init.__code__, names, init.__name__, init.__defaults__, init.__closure__)
+        ours.__kwdefaults__ = init.__kwdefaults__
+        ours(self, *args, **kwargs)
+
+    functools.update_wrapper(__init__, init)
+    namespace: dict[str, Any] = {key: getattr(owner, key) for key in ("__module__", "__qualname__", "__doc__")}
+    return type(owner)(owner.__name__, (owner,), {**namespace, "__init__": __init__})
+
+
+def with_logitless(
+    trainer: type[Trainer], *, backend: str | None = None, keep_bytes: int = 0, entropy_grad: bool = True
+) -> type[Trainer]:
+    """The same trainer class, but its log-probabilities and entropies come from `logitless`.
+
+    `with_logitless(GRPOTrainer)(model=..., args=..., ...)` is a GRPOTrainer in all else. What the family does to its
+    logits (scale, softcap, bias) is found by trying; a head that is not understood is refused when the trainer is
+    built. LoRA on the head is served. Prompts and padding cost nothing.
+
+    Args:
+        trainer: a class of TRL whose `__init__` calls `add_fused_lm_head` for log-probabilities and entropies
+            (GRPOTrainer, RLOOTrainer, AsyncGRPOTrainer), or a subclass of one.
+        backend: name of a logitless backend; None chooses at each call.
+        keep_bytes: memory that the forward may keep so that the backward recomputes less.
+        entropy_grad: False detaches the entropy, for a loss without an entropy term.
+
+    Raises:
+        InputTypeError: `trainer` is not a class.
+        UnsupportedError: it does not score as TRL 1.16's trainers do; the message says what differs.
+    """
+    if not isinstance(trainer, type):
+        raise InputTypeError(
+            f"trainer: got {trainer!r}, expected a trainer's class: with_logitless(GRPOTrainer)(model=..., ...)"
+        )
+    owner, function = _seam(trainer)
+    interposed = _interposed(owner, function, backend, entropy_grad, keep_bytes)
+    bases = (interposed,) if owner is trainer else (trainer, interposed)
+    namespace: dict[str, Any] = {key: getattr(trainer, key) for key in ("__module__", "__qualname__", "__doc__")}
+    metaclass: Any = type(trainer)
+    made: type[Trainer] = metaclass(trainer.__name__, bases, namespace)
+    return made
+
+
+def status(trainer: Any) -> dict[str, HeadStatus]:
+    """What scores in a trainer: "policy" and, where it has a model of its own, "reference"; empty if nothing does."""
+    found = {}
+    for name, model in _models(trainer).items():
+        scoring, binding = model.__dict__[STATE], binding_of(model)
+        backend = None if binding is None else binding.backend
+        found[name] = HeadStatus(inspect_head(model), backend, scoring.temperature, scoring.calls)
+    return found
+
+
+def release(trainer: Any) -> None:
+    """Make a trainer's models what they were before it was built; the trainer itself can score no more."""
+    for model in _models(trainer).values():
+        _release(model)
