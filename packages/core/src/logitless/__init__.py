@@ -2,7 +2,7 @@
 
 from importlib.metadata import version
 
-from logitless import errors, losses, reference
+from logitless import errors, losses, mismatch, reference
 from logitless._registry import PluginStatus, adapters, backends, make_forward, use_backend
 from logitless.head import LMHead
 from logitless.linear import linear_log_probs
@@ -38,6 +38,7 @@ __all__ = [
     "linear_policy_loss",
     "losses",
     "make_forward",
+    "mismatch",
     "reference",
     "use_backend",
 ]
