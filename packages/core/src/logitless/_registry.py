@@ -35,7 +35,7 @@ BACKENDS, ADAPTERS, COMMANDS = "logitless.backends", "logitless.adapters", "logi
 INSTALL = {
     BACKENDS: {"torch": "logitless-torch", "triton": "logitless-triton"},
     ADAPTERS: {"hf": "logitless-hf", "mcore": "logitless-mcore"},
-    COMMANDS: {"score": "logitless-hf"},
+    COMMANDS: {"bench": "logitless", "score": "logitless-hf"},
 }
 ENVIRONMENT = "LOGITLESS_BACKEND"
 

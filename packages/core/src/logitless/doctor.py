@@ -27,12 +27,12 @@ from logitless._registry import (
 from logitless.errors import InvalidInputError, LogitlessError
 from logitless.types import Request
 
-__all__ = ["doctor", "report"]
+__all__ = ["call_request", "doctor", "report"]
 
 DTYPES = {name: getattr(torch, name) for name in ("bfloat16", "float16", "float32", "float64")}
 
 
-def _request(device: str | None, dtype: str) -> Request:
+def call_request(device: str | None, dtype: str) -> Request:
     """A plain training call of a common size."""
     if dtype not in DTYPES:
         raise InvalidInputError(f"--dtype: got {dtype!r}, expected one of {', '.join(DTYPES)}")
@@ -72,7 +72,7 @@ def report(
     model: str | None = None, backend: str | None = None, device: str | None = None, dtype: str = "bfloat16"
 ) -> dict[str, Any]:
     """All that `doctor` prints, as JSON-ready data."""
-    request = _request(device, dtype)
+    request = call_request(device, dtype)
     requested = requested_backend(backend)
     choice: Choice = explain_choice(request, requested)
     found = {

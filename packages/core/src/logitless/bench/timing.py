@@ -1,0 +1,86 @@
+"""Time and memory: all candidates once a round in random order, so that a machine that slows down is slow to all."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from logitless.bench.candidates import Candidate
+from logitless.testing.memory import MemoryTracker
+
+__all__ = ["Measured", "measure", "peak_gib"]
+
+WAIT_CYCLES = 4_000_000  # about 2 ms
+LEAST_ROUNDS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Milliseconds of one candidate: median and quartiles of wall (CPU) or device (GPU) time.
+
+    `processor_ms`, the median processor time of all threads, is for a CPU whose cores others use; None on a GPU.
+    """
+
+    rounds: int
+    median_ms: float
+    quartiles_ms: tuple[float, float]
+    processor_ms: float | None
+
+
+def peak_gib(run: Callable[[], object], device: torch.device) -> float:
+    """GiB beyond what was there before, outputs and gradients included."""
+    if device.type != "cuda":
+        with MemoryTracker() as tracker:
+            run()
+        return float(tracker.peak_bytes / 2**30)
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    run()
+    torch.cuda.synchronize(device)
+    return float((torch.cuda.max_memory_allocated(device) - before) / 2**30)
+
+
+def _gpu_time(run: Callable[[], object], device: torch.device) -> tuple[float, float]:
+    """By events; a short wait on the device precedes, as earlier layers do in training, so that launches overlap."""
+    with torch.cuda.device(device):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(WAIT_CYCLES)  # type: ignore[no-untyped-call]
+        start.record()
+        run()
+        stop.record()
+        stop.synchronize()
+    return start.elapsed_time(stop), 0.0
+
+
+def _cpu_time(run: Callable[[], object], device: torch.device) -> tuple[float, float]:
+    wall, busy = time.perf_counter(), time.process_time()
+    run()
+    return 1e3 * (time.perf_counter() - wall), 1e3 * (time.process_time() - busy)
+
+
+def measure(candidates: list[Candidate], device: torch.device, rounds: int, seconds: float) -> list[Measured]:
+    """Times of each, in as many rounds as the seconds allow, but three at least."""
+    clock = _gpu_time if device.type == "cuda" else _cpu_time
+    found: list[list[tuple[float, float]]] = [[] for _ in candidates]
+    order = list(range(len(candidates)))
+    shuffle, begin = random.Random(0), time.perf_counter()
+    for done in range(rounds):
+        if done >= LEAST_ROUNDS and time.perf_counter() - begin > seconds:
+            break
+        shuffle.shuffle(order)
+        for i in order:
+            found[i].append(clock(candidates[i].run, device))
+    return [_summary(times, device) for times in found]
+
+
+def _summary(times: list[tuple[float, float]], device: torch.device) -> Measured:
+    wall = [taken for taken, _ in times]
+    low, _, high = statistics.quantiles(wall, n=4, method="inclusive") if len(wall) > 1 else (wall[0],) * 3
+    busy = None if device.type == "cuda" else statistics.median(busy for _, busy in times)
+    return Measured(len(wall), statistics.median(wall), (low, high), busy)
