@@ -1,0 +1,232 @@
+"""Megatron-Core on the CPU: CUDA look-ups that resolve to the CPU, groups over gloo, tiny models of each family.
+
+Only tests do this; the package patches nothing. A module that imports this one is skipped where Megatron is absent.
+`run_ranks(2, function)` with a function that enters `parallel(tp=2)` is how a model runs here, on one rank too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # that Transformer Engine, Apex and absl are not installed
+    pytest.importorskip("megatron.core", reason="megatron-core is not installed", exc_type=ImportError)
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+transformers = pytest.importorskip("transformers")
+
+from logitless_mcore.spec import keep_rotary_on_device, layer_spec  # noqa: E402
+
+__all__ = ["FAMILIES", "build_gpt", "cuda_as_cpu", "gpt_config", "hf_config", "hf_model", "parallel"]
+
+VOCAB = 128
+FAMILIES = {
+    "qwen2": {"add_qkv_bias": True},
+    "qwen3": {"qk_layernorm": True},
+    "llama": {},
+    "mistral": {},
+}
+
+# --- CUDA look-ups ------------------------------------------------------------------------------------------------
+
+
+def _is_cuda(device: Any) -> bool:
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    return type(device) is int or (isinstance(device, str) and device.startswith("cuda"))
+
+
+class _CudaToCpu(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.pin_memory:
+            return args[0]
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = torch.device("cpu")
+        kwargs.pop("pin_memory", None)
+        if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
+            args = (args[0], torch.device("cpu"), *args[2:])
+        return func(*args, **kwargs)
+
+
+class _Nothing:
+    """A stream or event on which nothing happens."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: _Nothing()
+
+    def __enter__(self) -> _Nothing:
+        return self
+
+    def __exit__(self, *exc: Any) -> None: ...
+
+
+@contextlib.contextmanager
+def cuda_as_cpu() -> Iterator[None]:
+    """Within the block, what asks for a CUDA device gets the CPU, and streams, events and CUDA's RNG are no-ops."""
+    replaced = {
+        "is_available": lambda: False,
+        "current_device": lambda: torch.device("cpu"),
+        "synchronize": lambda *args, **kwargs: None,
+        "Stream": _Nothing,
+        "Event": _Nothing,
+        "current_stream": _Nothing,
+        "stream": lambda stream: contextlib.nullcontext(),
+        "get_rng_state": lambda *args, **kwargs: torch.get_rng_state().clone(),
+        "manual_seed": lambda seed: None,
+        "manual_seed_all": lambda seed: None,
+        "is_current_stream_capturing": lambda: False,
+    }
+    with pytest.MonkeyPatch.context() as patch, _CudaToCpu():
+        for name, stand_in in replaced.items():
+            patch.setattr(torch.cuda, name, stand_in)
+        # A mode is off within backward, where Megatron calls this too.
+        patch.setattr(torch.Tensor, "cuda", lambda self, *args, **kwargs: self)
+        patch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        yield
+
+
+# --- process groups -----------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def parallel(tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1, seed: int = 1234) -> Iterator[None]:
+    """Megatron's parallel state over the ranks of `run_ranks`, with `cuda_as_cpu`.
+
+    One rank is a process of its own too, `run_ranks(1, function)`: after gloo ran in this one, a fork of it hangs.
+    """
+    with cuda_as_cpu():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=tp,
+            pipeline_model_parallel_size=pp,
+            context_parallel_size=cp,
+            expert_model_parallel_size=ep,
+        )
+        # The inference tracker forks no CUDA RNG state.
+        tensor_parallel.model_parallel_cuda_manual_seed(seed, inference_rng_tracker=True, force_reset_rng=True)
+        torch.manual_seed(seed)
+        try:
+            yield
+        finally:
+            parallel_state.destroy_model_parallel()
+
+
+# --- models -------------------------------------------------------------------------------------------------------
+
+
+def hf_config(family: str = "qwen2", tied: bool = False, **changes: Any) -> Any:
+    """Two layers, grouped queries, and no default value where a missed setting should show."""
+    shape = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 5000.0,
+        "tie_word_embeddings": tied,
+        "head_dim": 16 if family == "qwen2" else 32,
+    }
+    if family == "mistral":
+        shape["sliding_window"] = None
+    return transformers.AutoConfig.for_model(family, **{**shape, **changes})
+
+
+def hf_model(family: str = "qwen2", tied: bool = False, seed: int = 0, **changes: Any) -> Any:
+    """The Hugging Face model in eval mode, fp32, every parameter perturbed; the same on every rank."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = transformers.AutoModelForCausalLM.from_config(
+            hf_config(family, tied, **changes), attn_implementation="sdpa", dtype=torch.float32
+        ).eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.05 * torch.randn_like(parameter))
+    return model
+
+
+def gpt_config(hf: Any, **changes: Any) -> TransformerConfig:
+    """Megatron's configuration for such a model, with the sizes of the parallel state."""
+    settings = {
+        "num_layers": hf.num_hidden_layers,
+        "hidden_size": hf.hidden_size,
+        "num_attention_heads": hf.num_attention_heads,
+        "num_query_groups": hf.num_key_value_heads,
+        "kv_channels": getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads,
+        "ffn_hidden_size": hf.intermediate_size,
+        "layernorm_epsilon": hf.rms_norm_eps,
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "add_bias_linear": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "use_cpu_initialization": True,
+        "masked_softmax_fusion": False,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "apply_rope_fusion": False,
+        "persist_layer_norm": False,
+        "gradient_accumulation_fusion": False,
+        "params_dtype": torch.float32,
+        "pipeline_dtype": torch.float32,
+        "variable_seq_lengths": True,
+        "moe_token_dispatcher_type": "alltoall",
+        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
+        "context_parallel_size": parallel_state.get_context_parallel_world_size(),
+        "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
+        **FAMILIES[hf.model_type],
+    }
+    return TransformerConfig(**{**settings, **changes})
+
+
+def rope_theta(hf: Any) -> float:
+    """Its place moved in transformers 5."""
+    return float((getattr(hf, "rope_parameters", None) or {}).get("rope_theta") or hf.rope_theta)
+
+
+def build_gpt(
+    hf: Any, *, vocab_size: int | None = None, spec: Any = None, model: dict[str, Any] | None = None, **changes: Any
+) -> GPTModel:
+    """This rank's part of a GPTModel of `hf`'s shape, with weights of its own; load others with `load_hf_weights`.
+
+    Args:
+        hf: a configuration, as `hf_config` makes it.
+        vocab_size: of the padded head; the configuration's unless given.
+        spec: the layers'; `layer_spec`'s unless given.
+        model: keywords of GPTModel that differ.
+        changes: settings of TransformerConfig that differ, such as `sequence_parallel=True`.
+    """
+    config = gpt_config(hf, **changes)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        gpt = GPTModel(
+            **{
+                "config": config,
+                "transformer_layer_spec": spec or layer_spec(config),
+                "vocab_size": vocab_size or hf.vocab_size,
+                "max_sequence_length": hf.max_position_embeddings,
+                "pre_process": parallel_state.is_pipeline_first_stage(),
+                "post_process": parallel_state.is_pipeline_last_stage(),
+                "share_embeddings_and_output_weights": hf.tie_word_embeddings,
+                "position_embedding_type": "rope",
+                "rotary_base": rope_theta(hf),
+                "parallel_output": True,
+                **(model or {}),
+            }
+        )
+    return keep_rotary_on_device(gpt)
