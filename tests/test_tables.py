@@ -1,0 +1,103 @@
+"""The tables of the pages are those that the results give."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def tables() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("tables", ROOT / "benchmarks" / "tables.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_pages_are_current(tables: ModuleType) -> None:
+    for name in tables.PAGES:
+        text = (ROOT / name).read_text()
+        assert tables.REGION.search(text), f"{name} has no table"
+        assert tables.rewritten(text) == text, f"run python benchmarks/tables.py: {name} is not current"
+
+
+def test_every_marker_is_understood(tables: ModuleType) -> None:
+    for name in tables.PAGES:
+        text = (ROOT / name).read_text()
+        assert len(re.findall("<!-- table", text)) == len(tables.REGION.findall(text))
+
+
+def row(name: str, kind: str, mode: str, median: float, **more: Any) -> dict[str, Any]:
+    figures = {"outputs": "both", "limit": "2NDV", "ratio": median / 2.0, "peak_gib": 0.25, "errors": {}}
+    return {"name": name, "kind": kind, "mode": mode, "median_ms": median, **figures, **more}
+
+
+@pytest.fixture
+def record() -> dict[str, Any]:
+    one = [
+        row("products, 2NDV", "limit", "forward", 2.0),
+        row("triton: forward", "ours", "forward", 3.0, errors={"log_probs": 1e-5}),
+        row("quack", "peer", "backward", 9.0, outputs="loss"),
+    ]
+    two = [row("triton: forward", "ours", "forward", 5.0, errors={"log_probs": 2e-5})]
+    sizes = {"tokens": 1, "hidden": 2, "vocab": 3}
+    return {
+        "date": "2026-01-01",
+        "device": {"type": "cuda", "name": "a card"},
+        "versions": {"torch": "2.11", "trl": None},
+        "dtype": "bfloat16",
+        "shapes": {
+            "s1": {**sizes, "rounds": 3, "rows": one, "not_run": {"verl": "not installed"}},
+            "s2": {**sizes, "rounds": 11, "rows": two, "not_run": {"verl": "not installed"}},
+        },
+    }
+
+
+def test_times(tables: ModuleType, record: dict[str, Any]) -> None:
+    assert tables.times(record).splitlines() == [
+        "| ms (peak GiB) | S1 | S2 |",
+        "| --- | --- | --- |",
+        "| N, D, V | 1, 2, 3 | 1, 2, 3 |",
+        "| *forward* |  |  |",
+        "| matrix products alone, 2NDV | 2.0 (0.2) | – |",
+        "| **forward** | 3.0 (0.2) | 5.0 (0.2) |",
+        "| *forward + backward* |  |  |",
+        "| quack, loss only | 9.0 (0.2) | – |",
+    ]
+
+
+def test_ratios_and_errors(tables: ModuleType, record: dict[str, Any]) -> None:
+    assert tables.ratios(record).splitlines()[-1] == "| **forward** | 1.500 × 2NDV | 2.500 × 2NDV |"
+    assert tables.errors(record).splitlines()[2:] == ["| **forward** | 2.0e-05 | – | – | – |"]
+
+
+def test_setting(tables: ModuleType, record: dict[str, Any]) -> None:
+    assert tables.setting(record).splitlines() == [
+        "a card, bfloat16, 2026-01-01, medians of 3 to 11 runs; torch 2.11.",
+        "- not run at S1 S2: verl: not installed",
+    ]
+
+
+def test_against_logits(tables: ModuleType) -> None:
+    rows = [row("full logits, eager", "logits", "backward", 2000.0), row("torch: kept", "ours", "backward", 500.0)]
+    found = tables.against_logits({"shapes": {"custom": {"rows": rows}}}).splitlines()
+    assert found[2:] == [
+        "| full logits, eager | 2.00 | 1.00 |",
+        "| **kept (`keep_bytes` for all logits)** | 0.50 | 0.25 |",
+    ]
+
+
+def test_committed_results_have_the_commands_form() -> None:
+    for path in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
+        found = json.loads(path.read_text())
+        assert {"date", "device", "versions", "dtype", "shapes"} <= set(found), path.name
