@@ -131,7 +131,7 @@ def op_arguments(example: Example, backend: str, keep_bytes: int) -> tuple[Any, 
     temperature = example.temperature if isinstance(example.temperature, torch.Tensor) else None
     numbers = (1.0, head.scale, head.softcap, 0, head.vocab_size or len(head.weight), -100, 1 << 20, True)
     call = (example.hidden, head.weight, head.bias, u, b, example.labels, temperature, *numbers, backend, "", True)
-    return (*call, True, True, keep_bytes, None)
+    return (*call, True, True, keep_bytes)
 
 
 @each_option
@@ -144,7 +144,7 @@ def test_opcheck(option: str, keep_bytes: int) -> None:
         torch.library.opcheck(linear_log_probs_op, arguments)
         with torch.no_grad():
             _, _, *made = linear_log_probs_op(*arguments)
-        still = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in arguments[:-4])
+        still = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in arguments[:-3])
         needs = [leaf is not None for leaf in still[:5]]
         torch.library.opcheck(
             _backward_op, (*still, *made, example.grad_log_probs, example.grad_entropy, needs), test_utils=SOUND

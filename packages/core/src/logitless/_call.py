@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from logitless._live import Live
 from logitless._registry import BACKENDS, choose_backend, load, requested_backend
-from logitless._validate import check_call, check_values
+from logitless._validate import check_call
 from logitless.collectives import check_agreement, debugging, group_facts, resolve_group
 from logitless.errors import InputTypeError, UnsupportedError
 from logitless.head import LMHead
@@ -98,7 +99,12 @@ class Call:
     def process_group(self) -> Any:
         return resolve_group(self.group) if self.group else None
 
-    def problem(self, order: Tensor, live_count: int) -> Problem:
+    def live(self) -> Live:
+        """Which tokens are live, asked now and read later."""
+        return Live(self.labels, self.temperature, self.ignore_index, self.vocab_size, self.validate)
+
+    def problem(self, live: Tensor | None, live_count: Tensor | None = None) -> Problem:
+        """What the backend solves, for the live tokens' indices [n]; None: all."""
         dead = None if self.validate else self.labels == self.ignore_index
         temperature: Tensor | float = self.temperature_value
         if self.temperature is not None:
@@ -116,24 +122,15 @@ class Call:
             vocab_start=self.vocab_start,
             vocab_valid=max(0, min(self.weight.shape[0], self.vocab_size - self.vocab_start)),
             vocab_size=self.vocab_size,
-            live=order[:live_count] if live_count < self.labels.shape[0] else None,
+            live=live,
             dead=dead,
             workspace_bytes=self.workspace_bytes,
             group=self.process_group,
             reduce_hidden_grad=self.reduce_hidden_grad,
+            live_count=live_count,
         )
 
-    def find_live(self) -> tuple[Tensor, int]:
-        """[N] indices, those of the live tokens first, and how many there are; checks the values on the way."""
-        n_tokens = self.labels.shape[0]
-        if self.validate:
-            count = check_values(self.labels, self.temperature, self.ignore_index, self.vocab_size)
-            if count < n_tokens:
-                live = torch.nonzero_static(self.labels != self.ignore_index, size=n_tokens, fill_value=0)
-                return live.squeeze(1), count
-        return torch.arange(n_tokens, device=self.labels.device), n_tokens
-
-    def agree(self, live_count: int, entropy: bool) -> None:
+    def agree(self, live: Live, entropy: bool) -> None:
         """Under LOGITLESS_DEBUG=1, see that every rank of the group was called alike."""
         if not self.group or not debugging():
             return
@@ -141,7 +138,7 @@ class Call:
             "labels' shape": tuple(self.labels.shape),
             "hidden's shape": tuple(self.hidden.shape),
             "hidden's dtype": self.hidden.dtype,
-            "live labels": live_count,
+            "live labels": live.count,
             "sum of labels": int(self.labels.sum()),
             "vocab_size": self.vocab_size,
             "softcap, scale, temperature": (self.softcap, self.scale, self.temperature_value),
@@ -165,7 +162,10 @@ FIELDS = tuple(field.name for field in fields(Call))
 
 @contextmanager
 def plain_arithmetic(device: torch.device) -> Iterator[None]:
-    """Products as the backend wrote them: no autocast of its fp32 sums, no TF32 or bf16 in its fp32 products."""
+    """Products as the backend wrote them: no autocast of its fp32 sums, no TF32 or bf16 in its fp32 products.
+
+    The device is made the current one: a kernel is launched there, wherever its tensors are.
+    """
     put: Callable[[str], None] = torch.set_float32_matmul_precision
     plain = "highest"
     try:
@@ -175,7 +175,9 @@ def plain_arithmetic(device: torch.device) -> Iterator[None]:
         matmul = (backends.cuda if device.type == "cuda" else backends.mkldnn).matmul
         precision, plain = matmul.fp32_precision, "ieee"
         put = functools.partial(setattr, matmul, "fp32_precision")
-    with torch.autocast(device.type, enabled=False):
+    casting = torch.is_autocast_enabled(device.type)
+    current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    with current, torch.autocast(device.type, enabled=False) if casting else nullcontext():
         if precision == plain:
             yield
             return
@@ -186,12 +188,11 @@ def plain_arithmetic(device: torch.device) -> Iterator[None]:
             put(precision)
 
 
-def spread(values: Tensor, order: Tensor) -> Tensor:
+def spread(values: Tensor, live: Tensor | None, n_tokens: int) -> Tensor:
     """[..., n] of live tokens to [..., N], 0 elsewhere."""
-    n, total = values.shape[-1], order.shape[0]
-    if n == total:
+    if live is None:
         return values
-    return values.new_zeros(*values.shape[:-1], total).index_copy_(-1, order[:n], values)
+    return values.new_zeros(*values.shape[:-1], n_tokens).index_copy_(-1, live, values)
 
 
 def _resolve(requested: str | None, **asked: Any) -> str:

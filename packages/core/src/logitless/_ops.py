@@ -1,8 +1,9 @@
-"""The opaque custom ops, one a direction, through which every backend runs.
+"""The opaque custom ops, one a direction, and the same two directions as plain autograd where nothing looks on.
 
-Opaque, so that `torch.compile`, `opcheck`, autograd and activation checkpointing hold for every backend alike; backend
+Opaque, so that `torch.compile`, `opcheck`, tracing modes and tensor subclasses hold for every backend alike; backend
 and group travel as strings. All that is saved is token-shaped (a function of N, not of how many tokens are live), but
-for the one buffer whose shape `Backend.kept_shape` gives.
+for the one buffer whose shape `Backend.kept_shape` gives. Plain eager calls skip the dispatcher: it cost more than the
+kernels of a few hundred tokens.
 """
 
 from __future__ import annotations
@@ -12,12 +13,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
+from torch.nn import Parameter
 
 from logitless._call import FIRST_ONLY, Call, plain_arithmetic, spread
+from logitless._live import Live
 from logitless.errors import UnsupportedError
-from logitless.types import Gradients, Needs
+from logitless.types import Forwarded, Gradients, Needs
 
-__all__ = ["linear_log_probs_op"]
+__all__ = ["linear_log_probs_op", "scores"]
 
 _TYPES = {
     "Tensor": "Tensor",
@@ -30,33 +34,59 @@ _TYPES = {
 }
 _CALL = ", ".join(f"{_TYPES[str(field.type)]} {field.name}" for field in fields(Call))
 _SIZE = len(fields(Call))
+_TENSORS = 7  # of a call, its first fields; the first five are differentiable
+
+
+def _forward(call: Call, entropy: bool, entropy_grad: bool, keep_bytes: int) -> tuple[Forwarded, Live]:
+    """Scores of all N tokens."""
+    live = call.live()
+    call.agree(live, entropy)
+    kept_shape = call.kept_shape(entropy, entropy_grad, keep_bytes)
+    backend, out = call.plugin, None
+    with plain_arithmetic(call.hidden.device):
+        options: dict[str, Any] = {"entropy": entropy, "entropy_grad": entropy_grad, "kept_shape": kept_shape}
+        if live.on_device is not None and getattr(backend, "speculates", False):
+            out = backend.forward(call.problem(None, live.on_device), **options)
+        if out is None or live.indices is not None:
+            out = None  # its memory first
+            out = backend.forward(call.problem(live.indices), **options)
+    n_tokens, index = call.labels.shape[0], live.indices
+    log_probs, stats = spread(out.log_probs, index, n_tokens), spread(out.stats, index, n_tokens)
+    entropies = log_probs.new_empty(0) if out.entropy is None else spread(out.entropy, index, n_tokens)
+    if not call.validate:
+        log_probs, entropies = call.unchecked(log_probs), call.unchecked(entropies) if entropy else entropies
+    return Forwarded(log_probs, entropies, stats, out.kept), live
 
 
 @torch.library.custom_op(
     "logitless::linear_log_probs",
     mutates_args=(),
-    schema=f"({_CALL}, bool entropy, bool entropy_grad, SymInt keep_bytes, Tensor? grad_buffer)"
+    schema=f"({_CALL}, bool entropy, bool entropy_grad, SymInt keep_bytes)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def linear_log_probs_op(*args: Any) -> tuple[Tensor, ...]:
-    """(log_probs [N], entropy [N] or [0], stats [4, N], order [N], live_count [] on the host, kept)."""
-    call, (entropy, entropy_grad, keep_bytes, _) = Call(*args[:_SIZE]), args[_SIZE:]
-    order, live_count = call.find_live()
-    problem = call.problem(order, live_count)
-    call.agree(live_count, entropy)
-    with plain_arithmetic(call.hidden.device):
-        kept_shape = call.kept_shape(entropy, entropy_grad, keep_bytes)
-        out = call.plugin.forward(problem, entropy=entropy, entropy_grad=entropy_grad, kept_shape=kept_shape)
-    log_probs, stats = spread(out.log_probs, order), spread(out.stats, order)
-    entropies = log_probs.new_empty(0) if out.entropy is None else spread(out.entropy, order)
-    if not call.validate:
-        log_probs, entropies = call.unchecked(log_probs), call.unchecked(entropies) if entropy else entropies
-    return log_probs, entropies, stats, order, torch.tensor(live_count), out.kept
+    """(log_probs [N], entropy [N] or [0], stats [4, N], order [N], live_count [] on the host, kept).
+
+    `order` begins with the live tokens' indices.
+    """
+    call, (entropy, entropy_grad, keep_bytes) = Call(*args[:_SIZE]), args[_SIZE:]
+    out, live = _forward(call, entropy, entropy_grad, keep_bytes)
+    assert out.entropy is not None
+    return out.log_probs, out.entropy, out.stats, *_order(call, live.indices), out.kept
+
+
+def _order(call: Call, live: Tensor | None) -> tuple[Tensor, Tensor]:
+    """[N] that begins with the live tokens' indices, and [] on the host, how many they are."""
+    order, count = call.labels.new_zeros(call.labels.shape), call.labels.shape[0]
+    if live is not None:
+        count = live.shape[0]
+        order[:count] = live
+    return order, torch.tensor(count)
 
 
 @linear_log_probs_op.register_fake
 def _(*args: Any) -> tuple[Tensor, ...]:
-    call, (entropy, entropy_grad, keep_bytes, _) = Call(*args[:_SIZE]), args[_SIZE:]
+    call, (entropy, entropy_grad, keep_bytes) = Call(*args[:_SIZE]), args[_SIZE:]
     n_tokens = call.labels.shape[0]
     log_probs = call.hidden.new_empty(n_tokens, dtype=call.accumulation_dtype)
     return (
@@ -74,8 +104,7 @@ class Made:
     """What the forward made for the backward."""
 
     stats: Tensor  # [4, N]
-    order: Tensor  # [N], the live tokens' indices first
-    live_count: Tensor  # [] on the host
+    live: Tensor | None  # [n]
     kept: Tensor
 
 
@@ -87,7 +116,7 @@ def _gradients(
     needs: list[bool],
     grad_buffer: Tensor | None,
 ) -> Gradients:
-    problem = call.problem(made.order, int(made.live_count))
+    problem = call.problem(made.live)
     upstream, stats = [grad_log_probs, grad_entropy], made.stats
     if not call.validate:
         upstream = [None if grad is None else call.unchecked(grad) for grad in upstream]
@@ -110,8 +139,9 @@ def _gradients(
 )
 def _backward_op(*args: Any) -> tuple[Tensor, ...]:
     """Gradients of `Call.differentiable`; an empty tensor for each that is not needed, since ops return tensors."""
-    call, made, rest = Call(*args[:_SIZE]), Made(*args[_SIZE : _SIZE + 4]), args[_SIZE + 4 :]
-    grad_log_probs, grad_entropy, needs = rest
+    call, (stats, order, live_count, kept, grad_log_probs, grad_entropy, needs) = Call(*args[:_SIZE]), args[_SIZE:]
+    count = int(live_count)
+    made = Made(stats, None if count == call.labels.shape[0] else order[:count], kept)
     found = _gradients(call, made, grad_log_probs, grad_entropy, needs, None)
     grads = (found.hidden, found.weight, found.bias, found.lora_u, found.lora_b)
     return tuple(call.hidden.new_empty(0) if grad is None else grad for grad in grads)
@@ -134,31 +164,80 @@ _backward_op.register_autograd(_no_double_backward)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    call, grad_buffer = Call(*inputs[:_SIZE]), inputs[-1]
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*call.differentiable, call.labels, call.temperature, *output[2:])
-    ctx.numbers = inputs[7:_SIZE]
-    ctx.grad_buffer = grad_buffer  # not saved: one micro-batch's backward may write it before another's has run
+    ctx.save_for_backward(*inputs[:_TENSORS], *output[2:])
+    ctx.numbers = inputs[_TENSORS:_SIZE]
 
 
 def _backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None, *_: Any) -> tuple[Any, ...]:
     saved = ctx.saved_tensors  # once: activation checkpointing recomputes at the first look, and forbids a second
-    inputs, made = saved[:7], saved[7:]
-    unfound = (None,) * (_SIZE + 4 - 5)
+    unfound = (None,) * (_SIZE + 3 - 5)
     if grad_log_probs is None and grad_entropy is None:
         return (None,) * 5 + unfound
     if grad_log_probs is None:
-        grad_log_probs = torch.zeros_like(made[0][0])
+        grad_log_probs = torch.zeros_like(saved[_TENSORS][0])
     needs = list(ctx.needs_input_grad[:5])
-    if ctx.grad_buffer is not None:
-        if torch.is_grad_enabled():  # a graph of this backward is being made, and the buffer cannot take part
-            _no_double_backward(ctx)
-        needs[1] = True
-        call = Call(*inputs, *ctx.numbers)
-        found = _gradients(call, Made(*made), grad_log_probs, grad_entropy, needs, ctx.grad_buffer)
-        return (found.hidden, None, found.bias, found.lora_u, found.lora_b, *unfound)
+    inputs, made = saved[:_TENSORS], saved[_TENSORS:]
     grads = _backward_op(*inputs, *ctx.numbers, *made, grad_log_probs, grad_entropy, needs)
     return (*(grad if needed else None for grad, needed in zip(grads, needs, strict=True)), *unfound)
 
 
 linear_log_probs_op.register_autograd(_backward, setup_context=_save)
+
+
+class _Plain(Function):
+    """The ops' two directions without the dispatcher."""
+
+    @staticmethod
+    def forward(ctx: Any, options: tuple[Any, ...], *inputs: Any) -> tuple[Tensor, Tensor]:
+        call, (entropy, entropy_grad, keep_bytes, ctx.grad_buffer) = Call(*inputs), options
+        out, live = _forward(call, entropy, entropy_grad, keep_bytes)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs[:_TENSORS], out.stats, live.indices, out.kept)
+        ctx.numbers = inputs[_TENSORS:]  # grad_buffer isn't saved: one backward may write it before another's has run
+        return out.log_probs, out.entropy  # type: ignore[return-value]
+
+    @staticmethod
+    def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Any, ...]:
+        saved = ctx.saved_tensors  # once, as above
+        unfound = (None,) * (_SIZE - 5)
+        if grad_log_probs is None and grad_entropy is None:
+            return (None,) * 6 + unfound
+        call, made = Call(*saved[:_TENSORS], *ctx.numbers), Made(*saved[_TENSORS:])
+        if grad_log_probs is None:
+            grad_log_probs = torch.zeros_like(made.stats[0])
+        needs = list(ctx.needs_input_grad[1:6])
+        if ctx.grad_buffer is not None:
+            if torch.is_grad_enabled():  # a graph of this backward is being made, and the buffer cannot take part
+                _no_double_backward(ctx)
+            needs[1] = True
+        if torch.is_grad_enabled():  # through the op, which knows how to refuse a second derivative
+            made_op = (made.stats, *_order(call, made.live), made.kept)
+            grads = _backward_op(*call.args, *made_op, grad_log_probs, grad_entropy, needs)
+            found = Gradients(*(grad if needed else None for grad, needed in zip(grads, needs, strict=True)))
+        else:
+            found = _gradients(call, made, grad_log_probs, grad_entropy, needs, ctx.grad_buffer)
+        weight = None if ctx.grad_buffer is not None else found.weight
+        return (None, found.hidden, weight, found.bias, found.lora_u, found.lora_b, *unfound)
+
+
+def _looked_on(tensors: tuple[Tensor | None, ...]) -> bool:
+    """Whether something sees calls of ops, and must: a compiler, a mode, torch.func, a tensor of another class."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or any(tensor is not None and type(tensor) not in (Tensor, Parameter) for tensor in tensors)
+    )
+
+
+def scores(
+    call: Call, entropy: bool, entropy_grad: bool, keep_bytes: int, grad_buffer: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """log_probs [N] and entropy [N] (or [0]) of a call, differentiable."""
+    options = (entropy, entropy_grad, keep_bytes)
+    if grad_buffer is None and _looked_on(call.differentiable):
+        log_probs, entropies, *_ = linear_log_probs_op(*call.args, *options)
+    else:
+        log_probs, entropies = _Plain.apply((*options, grad_buffer), *call.args)  # type: ignore[no-untyped-call]
+    return log_probs, entropies

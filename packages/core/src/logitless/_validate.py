@@ -11,7 +11,7 @@ from torch import Tensor
 from logitless.errors import InputTypeError, InvalidInputError
 from logitless.head import LMHead
 
-__all__ = ["check_call", "check_values"]
+__all__ = ["check_call", "check_facts", "value_facts"]
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 SMALLEST, LARGEST = 1e-30, 1e30  # of temperatures and caps
@@ -154,31 +154,37 @@ def check_call(
     _count("workspace_bytes", workspace_bytes, 1)
 
 
-def check_values(labels: Tensor, temperature: Tensor | None, ignore_index: int, vocab_size: int) -> int:
-    """How many labels are live; raises if one, or the temperature of one, is out of range. One copy to the host.
+def value_facts(labels: Tensor, temperature: Tensor | None, ignore_index: int) -> Tensor:
+    """[3] int64 of all N > 0 tokens: how many are live, their least and greatest label; [4] with bad temperatures.
 
     Args:
         labels: [N] int64.
         temperature: [N], or None where a number was checked before.
     """
-    if labels.numel() == 0:
-        return 0
     live = labels != ignore_index
-    seen = torch.where(live, labels, 0)
-    facts = [live.sum(), seen.min(), seen.max()]
+    facts = [live.sum(), *torch.where(live, labels, 0).aminmax()]
     if temperature is not None:
         facts.append((live & ~((temperature >= SMALLEST) & (temperature <= LARGEST))).sum())
-    count, low, high, *cold = torch.stack(facts).tolist()
+    return torch.stack(facts)
+
+
+def check_facts(
+    facts: list[int], labels: Tensor, temperature: Tensor | None, ignore_index: int, vocab_size: int
+) -> int:
+    """How many labels are live, from `value_facts`; raises if one, or the temperature of one, is out of range."""
+    count, low, high, *cold = facts
     if low < 0 or high >= vocab_size:
+        seen = torch.where(labels != ignore_index, labels, 0)
         at = int(((seen < 0) | (seen >= vocab_size)).nonzero()[0, 0])
         raise InvalidInputError(
             f"labels: got {int(labels[at])} at flat position {at} (range {low} to {high}), expected 0 to "
             f"{vocab_size - 1} or ignore_index {ignore_index}; check the tokenizer against the head's vocab_size"
         )
     if cold and cold[0] and temperature is not None:
-        at = int((live & ~((temperature >= SMALLEST) & (temperature <= LARGEST))).nonzero()[0, 0])
+        bad = (labels != ignore_index) & ~((temperature >= SMALLEST) & (temperature <= LARGEST))
+        at = int(bad.nonzero()[0, 0])
         raise InvalidInputError(
             f"temperature: got {float(temperature[at])} at flat position {at}, expected positive finite numbers, from "
             f"{SMALLEST} to {LARGEST} wherever the label is not ignored"
         )
-    return int(count)
+    return count

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from logitless._call import make_call
-from logitless._ops import linear_log_probs_op
+from logitless._ops import scores
 from logitless.head import LMHead
 from logitless.types import TokenLogProbs
 
@@ -78,7 +78,7 @@ def linear_log_probs(
     grad_buffer = head.grad_buffer if isinstance(head, LMHead) else None
     entropy_grad = entropy and entropy_grad and needs_grad
     keep_bytes = keep_bytes if needs_grad else 0
-    log_probs, entropies, *_ = linear_log_probs_op(*call.args, entropy, entropy_grad, keep_bytes, grad_buffer)
+    log_probs, entropies = scores(call, entropy, entropy_grad, keep_bytes, grad_buffer)
     log_probs = log_probs.view(labels.shape)
     if not entropy:
         return TokenLogProbs(log_probs, None)

@@ -108,25 +108,28 @@ class _PolicyLoss(Function):
         entropy, grad_buffer, with_grad = settings["entropy"], settings["grad_buffer"], settings["with_grad"]
         needs = list(ctx.needs_input_grad[1:6]) if with_grad else [False] * 5
         needs[1] = needs[1] or (with_grad and grad_buffer is not None)
-        order, live_count = call.find_live()
-        call.agree(live_count, entropy)
+        live = call.live()
+        call.agree(live, entropy)
+        index, n_tokens = live.indices, call.labels.shape[0]
+        order = torch.arange(n_tokens, device=call.labels.device) if index is None else index
         token_loss = _ChunkLoss(call, order, settings["loss_fn"], settings["entropy_grad"], with_grad)
         with plain_arithmetic(call.hidden.device):
             out = call.plugin.policy_loss(
-                call.problem(order, live_count),
+                call.problem(index),
                 entropy=entropy,
                 token_loss=token_loss,
                 needs=Needs(*needs),
                 grad_buffer=grad_buffer,
             )
-        log_probs = spread(out.log_probs, order)
-        entropies = log_probs.new_empty(0) if out.entropy is None else spread(out.entropy, order)
+        log_probs = spread(out.log_probs, index, n_tokens)
+        entropies = log_probs.new_empty(0) if out.entropy is None else spread(out.entropy, index, n_tokens)
         if not call.validate:
             log_probs, entropies = call.unchecked(log_probs), call.unchecked(entropies) if entropy else entropies
         found = out.gradients
         ctx.gradients = [found.hidden, found.weight, found.bias, found.lora_u, found.lora_b]
         ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in call.differentiable]
         ctx.buffered = grad_buffer is not None
+        ctx.multiply_ = getattr(call.plugin, "multiply_", Tensor.mul_)
         ctx.mark_non_differentiable(log_probs, entropies)
         return token_loss.total, log_probs, entropies
 
@@ -149,7 +152,7 @@ class _PolicyLoss(Function):
         if upstream.device.type != "cpu" or float(upstream) != 1.0:  # on a GPU, looking would cost a synchronisation
             for gradient in gradients:
                 if gradient is not None:
-                    gradient.mul_(upstream)
+                    ctx.multiply_(gradient, upstream)
         rounded = (
             None if gradient is None else gradient.to(dtype)
             for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)

@@ -104,6 +104,9 @@ class Problem:
     `live` holds the ascending indices of the tokens to score, or None for all N. `dead` is given instead when
     nothing may be compacted (`validate=False`): a mask of the tokens whose hidden state must be read as zero, so
     that garbage in it reaches neither an output nor a gradient.
+
+    `live_count` comes only to a backend whose `speculates` is True: the problem is stated as if all N tokens were live,
+    before the host knows. Where it holds less than N, the result is thrown away, so a kernel may leave at once.
     """
 
     hidden: Tensor  # [N, D]
@@ -123,6 +126,7 @@ class Problem:
     workspace_bytes: int
     group: Any = None  # the torch.distributed group whose ranks share the vocabulary
     reduce_hidden_grad: bool = True  # sum d_hidden and d_lora_u over the group
+    live_count: Tensor | None = None  # [] int64, on the device
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +182,10 @@ class Backend(Protocol):
     """Solves a `Problem`; equals `logitless.reference` within the project's precision contract.
 
     The functions are plain: autograd, custom ops, validation, ignored tokens and the choice of backend are core's.
+
+    Two attributes may be left out. `speculates = True`: `forward` may be called before the host knows whether all
+    tokens are live (`Problem.live_count`). `multiply_(gradient, factor)`: multiplies a gradient in place by a factor []
+    on the device, at no cost where that is 1.
     """
 
     @property
