@@ -7,6 +7,7 @@ Only tests do this; the package patches nothing. A module that imports this one 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -22,7 +23,8 @@ with warnings.catch_warnings():
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
+from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
 from logitless_mcore.spec import keep_rotary_on_device, layer_spec  # noqa: E402
 
@@ -35,6 +37,9 @@ FAMILIES = {
     "llama": {},
     "mistral": {},
 }
+LAZY = ["megatron.core.models.gpt.gpt_layer_specs", *(f"transformers.models.{x}.modeling_{x}" for x in FAMILIES)]
+for _name in LAZY:  # here once: each process that `run_ranks` forks would import them again
+    importlib.import_module(_name)
 
 # --- CUDA look-ups ------------------------------------------------------------------------------------------------
 
@@ -142,14 +147,14 @@ def hf_config(family: str = "qwen2", tied: bool = False, **changes: Any) -> Any:
     }
     if family == "mistral":
         shape["sliding_window"] = None
-    return transformers.AutoConfig.for_model(family, **{**shape, **changes})
+    return AutoConfig.for_model(family, **{**shape, **changes})
 
 
 def hf_model(family: str = "qwen2", tied: bool = False, seed: int = 0, **changes: Any) -> Any:
     """The Hugging Face model in eval mode, fp32, every parameter perturbed; the same on every rank."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = transformers.AutoModelForCausalLM.from_config(
+        model = AutoModelForCausalLM.from_config(
             hf_config(family, tied, **changes), attn_implementation="sdpa", dtype=torch.float32
         ).eval()
         with torch.no_grad():

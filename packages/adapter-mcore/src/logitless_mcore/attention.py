@@ -177,7 +177,7 @@ class PackedAttention(nn.Module):
         return self._sdpa(q, k, v, visible, causal).permute(2, 0, 1, 3).flatten(2)
 
     def _rows_over_ranks(
-        self, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None, causal: bool
+        self, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None, causal: bool, group: Any
     ) -> Tensor:
         """The same, of rows of one length that are cut zig-zag over the context-parallel ranks."""
         if hidden is not None and hidden.numel():
