@@ -12,9 +12,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from logitless.errors import UnsupportedError
 from logitless_hf.head import Head, find_head, in_slot, lora_pairs
+from logitless_hf.sharding import Results, local_rows, opened, sealed
 
 __all__ = ["StandIn", "call_head", "capture"]
 
@@ -76,21 +78,26 @@ def _forward_as(module: nn.Module, function: Callable[..., Any]) -> Iterator[Non
             module.__dict__[name] = before
 
 
-def call_head(head: Head, hidden: Tensor, op: Callable[..., Any]) -> Any:
-    """`op(hidden, linear, lora pairs)`, run as the forward of the head's own modules."""
+def call_head(head: Head, hidden: Tensor, op: Callable[..., Results]) -> Any:
+    """`op(hidden, rows of the head, lora pairs)`, run as the forward of the head's own modules."""
+    found: list[Results] = []
+
+    def inner(hidden: Tensor, pairs: tuple[tuple[Tensor, Tensor], ...]) -> Any:
+        rows = local_rows(head.linear, hidden, head.parallel, bool(head.adapters))
+        if not isinstance(hidden, DTensor):
+            return op(hidden, rows, pairs)
+        found.append(op(hidden.to_local(), rows, pairs))
+        return sealed(found[0], hidden)
 
     def outer(hidden: Tensor, **asked: Any) -> Any:
         if asked:  # PEFT's `adapter_names`, different adapters for each row
             raise UnsupportedError(f"the head is called with {', '.join(asked)}, which is not understood")
         pairs = lora_pairs(head, hidden)
-
-        def inner(hidden: Tensor) -> Any:
-            return op(hidden, head.linear, pairs)
-
         if head.linear is head.outer:
-            return inner(hidden)
-        with _forward_as(head.linear, inner):
+            return inner(hidden, pairs)
+        with _forward_as(head.linear, lambda hidden: inner(hidden, pairs)):
             return head.linear(hidden)
 
     with _forward_as(head.outer, outer):
-        return head.outer(hidden)
+        results = head.outer(hidden)
+    return opened(results, found[0]) if found else results

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from logitless.errors import UnsupportedError
+from logitless_hf.sharding import is_parallel_forward
 
 __all__ = ["Head", "find_head", "has_weights", "in_slot", "lora_pairs"]
 
@@ -30,6 +31,7 @@ class Head:
     outer: nn.Module
     linear: nn.Linear
     adapters: tuple[str, ...] = ()  # LoRA adapters of `outer` that are at work
+    parallel: bool = False  # whether transformers runs `linear` tensor-parallel, by a forward of its own
 
 
 def _qualified(module: nn.Module) -> str:
@@ -76,9 +78,9 @@ def lora_pairs(head: Head, hidden: Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
     return tuple(pairs)
 
 
-def _plain_forward(linear: nn.Linear) -> bool:
+def _own_forward(linear: nn.Linear) -> Any:
     own = linear.__dict__.get("_old_forward" if "_hf_hook" in linear.__dict__ else "forward", type(linear).forward)
-    return getattr(own, "__func__", own) is nn.Linear.forward
+    return getattr(own, "__func__", own)
 
 
 def find_head(model: nn.Module) -> Head:
@@ -103,14 +105,16 @@ def find_head(model: nn.Module) -> Head:
         linear = outer.get_base_layer()  # type: ignore[operator]
     if not isinstance(linear, nn.Linear):
         raise UnsupportedError(f"{name}: the head is a {_qualified(linear)}, expected an nn.Linear")
-    if not _plain_forward(linear):
+    own = _own_forward(linear)
+    parallel = is_parallel_forward(own)
+    if own is not nn.Linear.forward and not parallel:
         raise UnsupportedError(f"{name}: the head, a {_qualified(linear)}, has a forward other than nn.Linear's")
     if linear.weight.dtype not in FLOATS or tuple(linear.weight.shape) != (linear.out_features, linear.in_features):
         raise UnsupportedError(
             f"{name}: the head's weight is {linear.weight.dtype} {tuple(linear.weight.shape)}, expected a float "
             f"{(linear.out_features, linear.in_features)}; a quantised head is not understood"
         )
-    return Head(outer, linear, adapters)
+    return Head(outer, linear, adapters, parallel)
 
 
 def has_weights(model: nn.Module) -> bool:

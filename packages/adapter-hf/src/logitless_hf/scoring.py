@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from logitless import LMHead, linear_log_probs, linear_policy_loss
 from logitless.errors import InvalidInputError, LogitlessError, UnsupportedError
@@ -18,6 +19,7 @@ from logitless_hf.head import find_head, has_weights
 from logitless_hf.labels import IGNORE_INDEX, next_token_labels
 from logitless_hf.outputs import CausalLMOutputForPPO, scored_output
 from logitless_hf.probe import Transform, identify, probe_tokens, undisturbed
+from logitless_hf.sharding import HeadRows, Results
 
 __all__ = ["HeadReport", "Options", "examine", "scored_forward"]
 
@@ -168,10 +170,14 @@ def scored_forward(
             f"{name}: got shape {tuple(targets.shape)}, expected {tuple(hidden.shape[:-1])}, one for each position"
         )
 
-    def op(hidden: Tensor, linear: nn.Linear, lora: tuple[tuple[Tensor, Tensor], ...]) -> tuple[Tensor | None, ...]:
+    def op(hidden: Tensor, rows: HeadRows, lora: tuple[tuple[Tensor, Tensor], ...]) -> Results:
+        head = LMHead(
+            rows.weight, rows.bias, transform.scale, transform.softcap, rows.vocab_size, rows.vocab_start, lora
+        )
         asked: dict[str, Any] = {
             "hidden": hidden,
-            "head": LMHead(linear.weight, linear.bias, transform.scale, transform.softcap, lora=lora),
+            "head": head,
+            "tp_group": rows.tp_group,
             "labels": targets.to(hidden.device),
             "temperature": options.temperature,
             "entropy": options.entropy,
@@ -181,7 +187,8 @@ def scored_forward(
         }
         if options.loss_fn is None:
             scores = linear_log_probs(**asked, keep_bytes=options.keep_bytes)
-            return scores.log_probs, scores.entropy, None
+            # Cloned, since they are views: FSDP2 hangs its backward on what a module returns, and warns of views.
+            return scores.log_probs.clone(), None if scores.entropy is None else scores.entropy.clone(), None
         loss, scores = linear_policy_loss(**asked, loss_fn=options.loss_fn)
         return scores.log_probs, scores.entropy, loss
 
@@ -202,8 +209,11 @@ def examine(model: nn.Module, plain: Callable[..., Any], scored: Callable[..., C
     plain = partial(plain, return_dict=True, use_cache=False)
     try:
         with undisturbed(model):
+            find_head(model)
+            # First, with the head in its slot: FSDP2 settles at a model's first call which modules it holds together.
+            logits = _own_logits(model, plain)
             report = HeadReport.of(model, identify(model, plain))
-            _self_check(model, plain, partial(scored, report))
+            _self_check(model, report, logits, partial(scored, report))
     except (LogitlessError, torch.OutOfMemoryError):
         raise
     except Exception as error:
@@ -213,12 +223,31 @@ def examine(model: nn.Module, plain: Callable[..., Any], scored: Callable[..., C
 
 
 @torch.no_grad()
-def _self_check(model: nn.Module, plain: Callable[..., Any], scored: Callable[..., CausalLMOutputForPPO]) -> None:
+def _own_logits(model: nn.Module, plain: Callable[..., Any]) -> Tensor:
+    """What the model makes of the probe's tokens, in eval mode; [batch, position, vocabulary]."""
+    for module in model.modules():
+        module.training = False
+    output = plain(input_ids=probe_tokens(model))
+    logits = getattr(output, "logits", None)
+    if not isinstance(logits, Tensor) or isinstance(logits, DTensor):
+        got = f"{type(logits).__qualname__} as" if logits is not None else "no"
+        raise UnsupportedError(f"the output, a {type(output).__qualname__}, has {got} logits, expected a plain tensor")
+    return logits
+
+
+@torch.no_grad()
+def _self_check(
+    model: nn.Module, report: HeadReport, logits: Tensor, scored: Callable[..., CausalLMOutputForPPO]
+) -> None:
     """Scores of eight tokens against the model's own logits, in eval mode."""
     for module in model.modules():
         module.training = False
+    if logits.shape[-1] != report.vocab_size:
+        raise UnsupportedError(
+            f"the model gives {logits.shape[-1]} of {report.vocab_size} logits: a tensor-parallel plan that leaves "
+            "them sharded? Gather the head's output (transformers: colwise_gather_output)"
+        )
     tokens, temperature = probe_tokens(model), 0.7
-    logits = plain(input_ids=tokens).logits
     labels = (torch.arange(tokens.numel(), device=logits.device).view(tokens.shape) * 7919) % logits.shape[-1]
     scores = scored(input_ids=tokens, shift_labels=labels, temperature=temperature)
     if scores.log_probs is None or scores.entropy is None:
