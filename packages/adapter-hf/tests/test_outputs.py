@@ -2,16 +2,20 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
 import logitless
 from logitless.errors import UnsupportedError
-from logitless_hf import CausalLMOutputForPPO
+from logitless_hf import CausalLMOutputForPPO, bind
 from logitless_hf.outputs import scored_output
 
 
@@ -57,3 +61,44 @@ def test_outputs_flatten_and_copy(make: Any) -> None:
         assert type(twin) is type(out)
         assert list(twin) == list(out)
         assert torch.equal(twin.log_probs, out.log_probs)
+
+
+@pytest.fixture
+def group(tmp_path: Any) -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Policy(nn.Module):
+    """A trainer's own module around a bound model."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **call: Any) -> Any:
+        out = self.model(**call)
+        assert out.log_probs is out["log_probs"]
+        return out
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("wrap", [lambda model: model, Policy], ids=["bare", "within a module"])
+@pytest.mark.parametrize("options", [{"find_unused_parameters": True}, {"static_graph": True}, {}], ids=str)
+def test_ddp_passes_the_output_on(wrap: Any, options: dict[str, bool], make_model: Any, tokens: Tensor) -> None:
+    """DDP that looks for unused parameters calls `values()` of each dict in an output."""
+    model = bind(make_model("mixtral", torch.float32, num_local_experts=4, output_router_logits=True))
+    expected = model(input_ids=tokens, return_log_probs=True)
+    ddp = DistributedDataParallel(wrap(model), **options)
+    for grad in (True, False, True):
+        with torch.set_grad_enabled(grad):
+            out = ddp(input_ids=tokens, return_log_probs=True)
+        assert isinstance(out, CausalLMOutputForPPO)
+        assert list(out) == list(expected)
+        assert out.values is None
+        assert torch.equal(out.log_probs, expected.log_probs)
+        assert torch.equal(out.aux_loss, expected.aux_loss)
+        if grad:
+            out.log_probs.sum().backward()
+    assert model.lm_head.weight.grad.count_nonzero() > 0

@@ -18,6 +18,7 @@ from torch import nn
 
 from logitless.errors import InputTypeError, UnsupportedError
 from logitless_hf.head import has_weights
+from logitless_hf.outputs import for_ddp
 from logitless_hf.scoring import HeadReport, examine, scored_forward
 from logitless_hf.traffic import passing
 
@@ -60,7 +61,7 @@ def bound_class(base: Any) -> Any:
                 return base.forward(self, *args, **kwargs)
             # Not through __call__, whose hooks have run.
             report = binding.report or _examine(self, functools.partial(forward, self))
-            return scored_forward(self, base.forward, report.transform, binding.backend, args, kwargs)
+            return for_ddp(scored_forward(self, base.forward, report.transform, binding.backend, args, kwargs))
 
     def generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         binding: Binding = self.__dict__[STATE]

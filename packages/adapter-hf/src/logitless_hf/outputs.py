@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import functools
+from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, make_dataclass
 from typing import Any
 
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import register_pytree_node
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import generic
 
 from logitless.errors import UnsupportedError
 
-__all__ = ["CausalLMOutputForPPO", "scored_output"]
+__all__ = ["CausalLMOutputForPPO", "for_ddp", "scored_output"]
 
 
 class _FlattenedByItems:
@@ -91,3 +93,42 @@ def scored_output(
         raise UnsupportedError(f"the model returned a {type(family).__qualname__}, expected a ModelOutput")
     kept = {name: value for name, value in family.items() if name not in ("loss", "logits")}
     return _with_fields(_extra(family))(**kept, log_probs=log_probs, entropy=entropy, loss=loss)
+
+
+class _InDDP(OrderedDict[str, Any]):
+    """An output on its way through DDP, with a dict's `values()`; DDP flattens it, and what it rebuilds is `output`."""
+
+    def __init__(self, output: CausalLMOutputForPPO) -> None:
+        super().__init__(output.items())
+        self._output = output
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._output, name)
+
+
+def _flatten_in_ddp(output: _InDDP) -> tuple[list[Any], tuple[type[CausalLMOutputForPPO], tuple[str, ...]]]:
+    return list(output.values()), (type(output._output), tuple(output))
+
+
+def _unflatten_in_ddp(values: Iterable[Any], context: tuple[type[CausalLMOutputForPPO], tuple[str, ...]]) -> Any:
+    cls, keys = context
+    return cls(**dict(zip(keys, values, strict=True)))
+
+
+register_pytree_node(_InDDP, _flatten_in_ddp, _unflatten_in_ddp)
+
+
+def for_ddp(output: CausalLMOutputForPPO) -> Any:
+    """What DDP can look through, where this forward is run by one that looks for unused parameters; else `output`.
+
+    It then calls `values()` of each dict that it is given, which the field of that name hides, and hands its caller
+    a copy rebuilt from the leaves, which is the output again.
+    """
+    ddp = DistributedDataParallel._get_active_ddp_module()
+    if ddp is None or not ddp.find_unused_parameters or ddp.static_graph:
+        return output
+    if ddp._use_python_reducer or ddp._delay_all_reduce_all_params:  # it then returns what it got
+        return output
+    return _InDDP(output)
