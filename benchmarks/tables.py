@@ -2,9 +2,10 @@
 
     python benchmarks/tables.py [--check]
 
-A table stands between `<!-- table: KIND FILE [SHAPES] -->` and `<!-- /table -->`, where FILE is a result of
-`logitless bench --json`, KIND one of `KINDS`, and SHAPES a list with commas; all, if it is not given. With --check
-nothing is written, and the exit code is 1 where a page is not current.
+A table stands between `<!-- table: KIND FILES [SHAPES] -->` and `<!-- /table -->`, where FILES are results of
+`logitless bench --json` on one machine, joined by + (what an earlier one holds is not taken from a later one), KIND is
+one of `KINDS`, and SHAPES a list with commas; all, if it is not given. With --check nothing is written, and the exit
+code is 1 where a page is not current.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("README.md", "docs/performance.md", "packages/backend-triton/README.md")
 RESULTS = ROOT / "benchmarks" / "results"
 REGION = re.compile(r"(<!-- table: (\S+) (\S+)(?: (\S+))? -->\n).*?(<!-- /table -->)", re.DOTALL)
+ORDER = " s1 s2 s3 s4 s5 l n256 n1024 n2048 small custom "
 MODES = {"forward": "forward", "backward": "forward + backward"}
 LABELS = {  # rows of this op by what a reader calls
     "forward": "forward",
@@ -153,12 +155,27 @@ KINDS = {"times": times, "all-times": all_times, "ratios": ratios, "errors": err
 KINDS["setting"] = setting
 
 
+def joined(files: str) -> Record:
+    """One record of several files: shapes that the first lacks, and rows that its shapes lack, from the others."""
+    first, *others = (json.loads((RESULTS / file).read_text()) for file in files.split("+"))
+    for other in others:
+        if other["device"] != first["device"] or other["dtype"] != first["dtype"]:
+            sys.exit(f"{files}: measured on {first['device']} and {other['device']}; they make no one table")
+        for name, shape in other["shapes"].items():
+            mine = first["shapes"].setdefault(name, {**shape, "rows": []})
+            have = {(row["name"], row["mode"]) for row in mine["rows"]}
+            mine["rows"] += [row for row in shape["rows"] if (row["name"], row["mode"]) not in have]
+            mine["not_run"] = {**shape["not_run"], **mine["not_run"]}
+    first["shapes"] = dict(sorted(first["shapes"].items(), key=lambda item: ORDER.find(f" {item[0]} ")))
+    return first
+
+
 def rewritten(text: str) -> str:
     """A page with its tables made anew."""
 
     def table(found: re.Match[str]) -> str:
-        opening, kind, file, names, closing = found.groups()
-        record = json.loads((RESULTS / file).read_text())
+        opening, kind, files, names, closing = found.groups()
+        record = joined(files)
         if names is not None:
             record["shapes"] = {name: record["shapes"][name] for name in names.split(",")}
         return opening + KINDS[kind](record) + closing

@@ -88,6 +88,29 @@ def test_setting(tables: ModuleType, record: dict[str, Any]) -> None:
     ]
 
 
+def test_results_of_several_files(
+    tables: ModuleType, record: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    sizes = {"tokens": 1, "hidden": 2, "vocab": 3, "rounds": 3}
+    again = row("triton: forward", "ours", "forward", 99.0)
+    more = {**sizes, "rows": [again, row("verl", "peer", "forward", 8.0)], "not_run": {"cce": "it broke"}}
+    other = {**record, "shapes": {"s2": more, "l": {**sizes, "rows": [again], "not_run": {}}}}
+    (tmp_path / "one.json").write_text(json.dumps(record))
+    (tmp_path / "two.json").write_text(json.dumps(other))
+    (tmp_path / "cpu.json").write_text(json.dumps({**other, "device": {"type": "cpu", "name": "x"}}))
+    found = tables.joined("one.json+two.json")["shapes"]
+    assert list(found) == ["s1", "s2", "l"]
+    assert [(found_row["name"], found_row["median_ms"]) for found_row in found["s2"]["rows"]] == [
+        ("triton: forward", 5.0),
+        ("verl", 8.0),
+    ]
+    assert found["s2"]["not_run"] == {"verl": "not installed", "cce": "it broke"}
+    assert found["l"]["rows"][0]["median_ms"] == 99.0
+    with pytest.raises(SystemExit, match="they make no one table"):
+        tables.joined("one.json+cpu.json")
+
+
 def test_against_logits(tables: ModuleType) -> None:
     rows = [row("full logits, eager", "logits", "backward", 2000.0), row("torch: kept", "ours", "backward", 500.0)]
     found = tables.against_logits({"shapes": {"custom": {"rows": rows}}}).splitlines()

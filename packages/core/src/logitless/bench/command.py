@@ -150,7 +150,8 @@ def bench(
     console.print(f"{record['device']['name']}, {dtype}, torch {torch.__version__}\n", highlight=False)
     failed = False
     for shape in chosen:
-        result = run_shape(shape, request, **plan)
+        with console.status(f"{shape.name}: gate, then rounds"):
+            result = run_shape(shape, request, **plan)
         result.not_run = {**refused, **result.not_run}
         record["shapes"][shape.name] = result.as_json()
         show(shape.name, record["shapes"][shape.name], console)
