@@ -24,9 +24,9 @@ with warnings.catch_warnings():
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 pytest.importorskip("transformers")
-from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from logitless_mcore.spec import keep_rotary_on_device, layer_spec  # noqa: E402
+from logitless_mcore.spec import keep_rotary_on_device, layer_spec
 
 __all__ = ["FAMILIES", "build_gpt", "cuda_as_cpu", "gpt_config", "hf_config", "hf_model", "parallel"]
 

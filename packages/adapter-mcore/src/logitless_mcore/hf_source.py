@@ -1,0 +1,113 @@
+"""Where Hugging Face weights are read from: a folder of safetensors, a model, or a state dict; and its configuration.
+
+A folder needs no transformers: its config.json is read as it is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from logitless.errors import InputTypeError, InvalidInputError, NotFoundError
+
+__all__ = ["HFSource", "open_source"]
+
+INDEX = "model.safetensors.index.json"
+
+
+class HFSource:
+    """Names and tensors of a checkpoint, read one by one.
+
+    Attributes:
+        where: what messages call it.
+        config: its configuration as a dict, or None where only tensors were given.
+    """
+
+    def __init__(self, where: str, tensors: Mapping[str, Any], config: dict[str, Any] | None) -> None:
+        self.where = where
+        self.config = config
+        self._tensors = tensors
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def read(self, name: str) -> Tensor:
+        """The whole tensor, detached; a DTensor is gathered, on all of its ranks."""
+        tensor = self._tensors[name]
+        whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        return whole.detach()
+
+
+def open_source(source: Any) -> HFSource:
+    """A path, a Hugging Face model or a mapping of names to tensors, to read from.
+
+    Raises:
+        InputTypeError: it is none of these.
+        InvalidInputError: the folder holds no safetensors, or lacks one that its index names.
+        NotFoundError: safetensors is not installed.
+    """
+    if isinstance(source, (str, Path)):
+        return _from_folder(Path(source))
+    if isinstance(source, nn.Module):
+        config: Any = getattr(source, "config", None)
+        told = config.to_dict() if hasattr(config, "to_dict") else None
+        return HFSource(f"the {type(source).__qualname__}", source.state_dict(), told)
+    if isinstance(source, Mapping):
+        return HFSource("the state dict", source, None)
+    raise InputTypeError(
+        f"source: got a {type(source).__qualname__}, expected a path, a Hugging Face model or a dict of tensors"
+    )
+
+
+class _Files(Mapping[str, Any]):
+    """Tensors of safetensors files, each read when it is asked for."""
+
+    def __init__(self, files: dict[str, Path]) -> None:
+        self._files = files
+        self._open: dict[Path, Any] = {}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def __getitem__(self, name: str) -> Any:
+        from safetensors import safe_open
+
+        path = self._files[name]
+        if path not in self._open:
+            self._open[path] = safe_open(path, framework="pt", device="cpu")
+        return self._open[path].get_tensor(name)
+
+
+def _from_folder(folder: Path) -> HFSource:
+    try:
+        from safetensors import safe_open
+    except ImportError as error:
+        raise NotFoundError("reading a checkpoint needs safetensors: pip install safetensors") from error
+    if not folder.is_dir():
+        raise InvalidInputError(f"source: there is no folder {folder}; a model of the hub must be downloaded first")
+    if (folder / INDEX).is_file():
+        names: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
+        files = {name: folder / file for name, file in names.items()}
+        absent = sorted({str(path) for path in files.values() if not path.is_file()})
+        if absent:
+            raise InvalidInputError(f"source: {folder / INDEX} names files that are not there: {', '.join(absent)}")
+    else:
+        files = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            with safe_open(path, framework="pt", device="cpu") as opened:
+                files |= dict.fromkeys(opened.keys(), path)
+    if not files:
+        raise InvalidInputError(f"source: {folder} holds no *.safetensors; save the model with save_pretrained")
+    config = folder / "config.json"
+    told = json.loads(config.read_text()) if config.is_file() else None
+    return HFSource(str(folder), _Files(files), told)

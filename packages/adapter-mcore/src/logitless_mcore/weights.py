@@ -1,0 +1,309 @@
+"""Hugging Face weights into a Megatron GPTModel's shards, and back.
+
+One table says which tensors make a parameter and how they are laid out; both directions read it. Parameter names are
+those of Megatron's local layer spec, of `layer_spec`, and of Transformer Engine's, which keeps a norm's weight in the
+linear layer behind it.
+
+Families: Llama, Mistral, Qwen2, Qwen3, tied or not, over any tensor- and pipeline-parallel ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from logitless.errors import InvalidInputError, UnsupportedError
+from logitless_mcore.capture import language_model, unwrapped
+from logitless_mcore.hf_settings import check_settings
+from logitless_mcore.hf_source import INDEX, HFSource, open_source
+from logitless_mcore.layouts import Copy, Gated, Layout, QueryKeyValue, Split, Vocabulary
+
+__all__ = ["hf_weights", "load_hf_weights", "save_hf_weights"]
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """The Hugging Face tensors that make one parameter, and how."""
+
+    names: tuple[str, ...]
+    layout: Layout
+
+
+INPUT_NORM = Rule(("input_layernorm.weight",), Copy())
+MLP_NORM = Rule(("post_attention_layernorm.weight",), Copy())
+QKV, GATED = QueryKeyValue(), Gated()
+# Of a layer, behind `decoder.layers.N.` here and `model.layers.N.` there.
+LAYER = {
+    "input_layernorm.weight": INPUT_NORM,
+    "self_attention.linear_qkv.layer_norm_weight": INPUT_NORM,
+    "self_attention.linear_qkv.weight": Rule(tuple(f"self_attn.{x}_proj.weight" for x in "qkv"), QKV),
+    "self_attention.linear_qkv.bias": Rule(tuple(f"self_attn.{x}_proj.bias" for x in "qkv"), QKV),
+    "self_attention.q_layernorm.weight": Rule(("self_attn.q_norm.weight",), Copy()),
+    "self_attention.k_layernorm.weight": Rule(("self_attn.k_norm.weight",), Copy()),
+    "self_attention.linear_proj.weight": Rule(("self_attn.o_proj.weight",), Split(1)),
+    "self_attention.linear_proj.bias": Rule(("self_attn.o_proj.bias",), Copy()),
+    "pre_mlp_layernorm.weight": MLP_NORM,
+    "mlp.linear_fc1.layer_norm_weight": MLP_NORM,
+    "mlp.linear_fc1.weight": Rule(("mlp.gate_proj.weight", "mlp.up_proj.weight"), GATED),
+    "mlp.linear_fc1.bias": Rule(("mlp.gate_proj.bias", "mlp.up_proj.bias"), GATED),
+    "mlp.linear_fc2.weight": Rule(("mlp.down_proj.weight",), Split(1)),
+    "mlp.linear_fc2.bias": Rule(("mlp.down_proj.bias",), Copy()),
+}
+MODEL = {
+    "embedding.word_embeddings.weight": Rule((EMBEDDING,), Vocabulary()),
+    "decoder.final_layernorm.weight": Rule(("model.norm.weight",), Copy()),
+    "output_layer.weight": Rule((HEAD,), Vocabulary()),
+}
+OURS = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+THEIRS = re.compile(r"model\.layers\.(\d+)\.(.+)")
+DERIVED = re.compile(r".*\.rotary_emb\.inv_freq")  # in old checkpoints; computed from the configuration
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A parameter of this rank, and the tensors that make it."""
+
+    name: str
+    parameter: Tensor
+    names: tuple[str, ...]
+    layout: Layout
+
+
+def _gpt(chunk: Any) -> Any:
+    """The GPTModel within its wrappers."""
+    inner = language_model(chunk)
+    if inner is not unwrapped(chunk) or not hasattr(getattr(inner, "decoder", None), "layers"):
+        raise UnsupportedError(f"model: got a {type(unwrapped(chunk)).__qualname__}, expected Megatron's GPTModel")
+    return inner
+
+
+def _chunks(model: Any) -> list[Any]:
+    """One model, or the list of them that a virtual pipeline has."""
+    listed = isinstance(model, (Sequence, nn.ModuleList))
+    return [_gpt(chunk) for chunk in (model if listed else [model])]
+
+
+def _targets(gpt: Any) -> list[Target]:
+    """This rank's parameters; the output layer's own copy of a tied embedding, on the last stage, comes from there."""
+    found, unknown = [], []
+    for name, parameter in gpt.named_parameters():
+        match = OURS.fullmatch(name)
+        if match is None:
+            rule, prefix = MODEL.get(name), ""
+        else:  # a stage counts its own layers from 0, `layer_number` the model's from 1
+            rule, prefix = LAYER.get(match[2]), f"model.layers.{gpt.decoder.layers[int(match[1])].layer_number - 1}."
+        if rule is None:
+            unknown.append(name)
+            continue
+        names = tuple(prefix + x for x in rule.names)
+        if names == (HEAD,) and gpt.share_embeddings_and_output_weights:
+            names = (EMBEDDING,)
+        found.append(Target(name, parameter, names, rule.layout))
+    if unknown:
+        raise UnsupportedError(
+            f"model: nothing is known of {_listed(unknown)}; expected the parameters of a dense GPTModel without "
+            "adapters (load the weights before they are added)"
+        )
+    return found
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 6} more" if len(names) > 6 else ""
+    return ", ".join(sorted(names)[:6]) + more
+
+
+# --- in -----------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def load_hf_weights(model: Any, source: Any, *, check_config: bool = True) -> None:
+    """Copy a Hugging Face model's weights into this rank's parameters, in place, in the parameters' dtype.
+
+    Call it on every rank, before an optimizer makes its fp32 copies. A vocabulary that is padded in Megatron gets
+    zeros there, and `set_vocab_size` is told, so that the padding stays out of the softmax.
+
+    Args:
+        model: GPTModel, wrapped in DDP or Float16Module or not; a list of them with a virtual pipeline.
+        source: a folder with config.json and safetensors, a Hugging Face model, or a dict of names to tensors. A dict
+            comes without a configuration, so nothing but names and shapes is checked.
+        check_config: refuse a model whose settings differ from the source's configuration.
+
+    Raises:
+        InvalidInputError: names or shapes do not match, or the model's settings differ; names are checked before
+            anything is written.
+        UnsupportedError: the family or a parameter is not understood.
+    """
+    opened = open_source(source)
+    chunks = _chunks(model)
+    if opened.config is not None and check_config:
+        for gpt in chunks:
+            check_settings(gpt, opened.config, opened.where)
+    targets = [(gpt, _with_tied_head(target, opened)) for gpt in chunks for target in _targets(gpt)]
+    _check_names([target for _, target in targets], opened, chunks[0])
+    for gpt, target in targets:
+        _fill(gpt, target, opened)
+
+
+def _with_tied_head(target: Target, source: HFSource) -> Target:
+    """An untied model takes its head from a tied checkpoint's embedding, which is saved once."""
+    tied = source.config is not None and source.config.get("tie_word_embeddings", False)
+    if target.names == (HEAD,) and HEAD not in source and tied:
+        return Target(target.name, target.parameter, (EMBEDDING,), target.layout)
+    return target
+
+
+def _check_names(targets: Sequence[Target], source: HFSource, gpt: Any) -> None:
+    wanted = {name for target in targets for name in target.names}
+    missing = [name for name in wanted if name not in source]
+    if missing:
+        raise InvalidInputError(f"source: {source.where} lacks {_listed(missing)}, which the model has parameters for")
+    matches = [THEIRS.fullmatch(name) for name in wanted]
+    own_layers = {int(match[1]) for match in matches if match}
+    # What a layer of another stage may hold is what one of ours does; a stage without layers cannot tell.
+    kinds = {match[2] for match in matches if match} or {name for rule in LAYER.values() for name in rule.names}
+    elsewhere = {name for rule in MODEL.values() for name in rule.names}
+    unexpected = []
+    for name in source:
+        match = THEIRS.fullmatch(name)
+        if name in wanted or name in elsewhere or DERIVED.fullmatch(name):
+            continue
+        if match and match[2] in kinds and int(match[1]) < gpt.config.num_layers and int(match[1]) not in own_layers:
+            continue
+        unexpected.append(name)
+    if unexpected:
+        raise InvalidInputError(
+            f"source: {source.where} holds {_listed(unexpected)}, which the model has no parameters for (it has "
+            f"{gpt.config.num_layers} layers; add_qkv_bias={gpt.config.add_qkv_bias}, "
+            f"qk_layernorm={gpt.config.qk_layernorm}, add_bias_linear={gpt.config.add_bias_linear})"
+        )
+    if HEAD in source and EMBEDDING in wanted and gpt.share_embeddings_and_output_weights:
+        head, embedding = source.read(HEAD), source.read(EMBEDDING)
+        if head is not embedding and not torch.equal(head, embedding):
+            raise InvalidInputError(
+                f"model: share_embeddings_and_output_weights=True, but {HEAD} and {EMBEDDING} of {source.where} differ"
+            )
+
+
+def _fill(gpt: Any, target: Target, source: HFSource) -> None:
+    parts = [source.read(name) for name in target.names]
+    group = _tp_group(gpt)
+    said = f"{' + '.join(target.names)} {' + '.join(str(tuple(part.shape)) for part in parts)}"
+    try:
+        shard = target.layout.shard(parts, gpt, group.rank(), group.size())
+    except RuntimeError as error:  # of view and cat, where the parts do not fit each other
+        raise InvalidInputError(f"source: {said} of {source.where} does not make {target.name}: {error}") from error
+    if shard.shape != target.parameter.shape:
+        raise InvalidInputError(
+            f"source: {said} of {source.where} gives {tuple(shard.shape)} for {target.name} on each of "
+            f"{group.size()} tensor-parallel ranks, expected {tuple(target.parameter.shape)}"
+        )
+    target.parameter.copy_(shard)
+    if isinstance(target.layout, Vocabulary):
+        from logitless_mcore.head import set_vocab_size
+
+        set_vocab_size(gpt, parts[0].shape[0])
+
+
+def _tp_group(gpt: Any) -> Any:
+    return gpt.pg_collection.tp
+
+
+# --- out ----------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def hf_weights(model: Any, *, vocab_size: int | None = None) -> Iterator[tuple[str, Tensor]]:
+    """This pipeline stage's tensors under their Hugging Face names, whole, one parameter at a time.
+
+    A collective over the tensor-parallel group: all its ranks must run through it, and each gets every tensor, in the
+    parameter's dtype and on its device; a tensor may share memory with a parameter.
+
+    Args:
+        model: as for `load_hf_weights`.
+        vocab_size: rows of the unpadded vocabulary; by default what `set_vocab_size` was told, else all.
+    """
+    from logitless_mcore.head import vocab_size_of
+
+    for gpt in _chunks(model):
+        rows = vocab_size_of(gpt) if vocab_size is None else vocab_size
+        for target in _targets(gpt):
+            if target.name == "output_layer.weight" and gpt.share_embeddings_and_output_weights:
+                continue  # a tied checkpoint holds it once
+            shards = _gathered(target, gpt)
+            parts = target.layout.merge(shards, gpt)
+            if isinstance(target.layout, Vocabulary):
+                parts = [part[:rows] for part in parts]
+            yield from zip(target.names, parts, strict=True)
+
+
+def _gathered(target: Target, gpt: Any) -> list[Tensor]:
+    group = _tp_group(gpt)
+    own = target.parameter.detach()
+    if group.size() == 1 or isinstance(target.layout, Copy):
+        return [own]
+    shards = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(shards, own.contiguous(), group=group)
+    return shards
+
+
+def save_hf_weights(
+    model: Any, folder: str | Path, *, config: Any = None, vocab_size: int | None = None, file_bytes: int = 5 << 30
+) -> None:
+    """Write the model as a Hugging Face checkpoint: safetensors by pipeline stage, with their index.
+
+    A collective over all ranks; the first data-parallel replica writes, and all return when the checkpoint is whole.
+
+    Args:
+        model: as for `load_hf_weights`.
+        folder: made if it is not there, on a file system that all ranks see.
+        config: a Hugging Face configuration, written as config.json beside the weights.
+        vocab_size: see `hf_weights`.
+        file_bytes: a new file is begun before one grows beyond this.
+    """
+    from megatron.core import parallel_state
+    from safetensors.torch import save_file
+
+    place, groups = Path(folder), _chunks(model)[0].pg_collection
+    stage, replica = groups.pp.rank(), parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    writes = groups.tp.rank() == 0 and replica == 0
+    place.mkdir(parents=True, exist_ok=True)
+    index: dict[str, str] = {}
+    held: dict[str, Tensor] = {}
+
+    def flush() -> None:
+        if held:
+            file = f"model-{stage + 1:05}-{len(set(index.values())) + 1:05}.safetensors"
+            save_file(held, place / file, metadata={"format": "pt"})
+            index.update(dict.fromkeys(held, file))
+            held.clear()
+
+    size = total = 0
+    for name, tensor in hf_weights(model, vocab_size=vocab_size):
+        nbytes = tensor.numel() * tensor.element_size()
+        total += nbytes
+        if writes:
+            if size + nbytes > file_bytes:
+                flush()
+                size = 0
+            held[name] = tensor.cpu().contiguous()
+            size += nbytes
+    flush()
+    stages: list[Any] = [None] * groups.pp.size()
+    dist.all_gather_object(stages, (index, total), group=groups.pp)
+    if writes and stage == 0:
+        whole = {name: file for names, _ in stages for name, file in names.items()}
+        told = {"metadata": {"total_size": sum(nbytes for _, nbytes in stages)}, "weight_map": whole}
+        (place / INDEX).write_text(json.dumps(told, indent=2, sort_keys=True) + "\n")
+        if config is not None:
+            config.save_pretrained(place)
+    dist.barrier()
