@@ -137,8 +137,9 @@ def test_triton_backend_says_why_it_cannot_serve_a_cpu(python_in: Python) -> Non
     assert "it runs on NVIDIA GPUs" in told
 
 
-def test_reserved_names_register_nothing(python_in: Python) -> None:
-    assert python_in("mcore", "import logitless; print(logitless.backends(), logitless.adapters())") == "[] []\n"
+def test_mcore_adapter_is_listed_without_megatron(python_in: Python) -> None:
+    listed = "import logitless; print([(s.name, s.ok) for s in logitless.adapters()])"
+    assert python_in("mcore", listed) == "[('mcore', True)]\n"
 
 
 def test_hf_adapter_without_a_backend_names_one(python_in: Python) -> None:

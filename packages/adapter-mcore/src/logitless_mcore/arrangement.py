@@ -26,6 +26,7 @@ from logitless.errors import InputTypeError, InvalidInputError, UnsupportedError
 __all__ = ["Arrangement", "Layout", "Ranks", "arrange", "as_batch", "lengthened"]
 
 Layout = Literal["thd", "bshd"]
+Of = Literal["token", "prediction", "sequence"]
 IGNORE_INDEX = -100
 FP8_TOKENS, FP8_TOTAL = 16, 128  # Transformer Engine's fp8 products want dimensions of multiples of these
 
@@ -158,20 +159,33 @@ class Arrangement:
             max_seqlen_kv=longest,
         )
 
+    def occupied(self) -> Arrangement:
+        """Of a batch without any token, one with padding in it: a model cannot run on nothing, and its ranks must."""
+        lengths = self.batch.padded_lengths
+        if sum(lengths):
+            return self
+        if not lengths:
+            raise InvalidInputError("input_ids: got no sequence, expected at least one; it may have no tokens")
+        width = self.ranks.align
+        padded = [width] * len(lengths) if self.layout == "bshd" else [*lengths[:-1], width]
+        return replace(self, batch=lengthened(self.batch, padded))
+
     def shaped(self, x: Tensor) -> Tensor:
         """[..., T] of the whole batch as the model takes it: [..., 1, P] or [..., B, S']."""
         if self.ranks.cp > 1:
             x = x.index_select(-1, self._shard().input_ids)
         return x.reshape(*x.shape[:-1], *self.shape)
 
-    def pack(self, x: Any, of: Literal["token", "prediction"] = "prediction") -> Tensor:
-        """Values of the caller's layout as the model takes them; 0 at padding.
+    def pack(self, x: Any, of: Of = "prediction", fill: float = 0.0) -> Tensor:
+        """Values of the caller's layout as the model takes them; `fill` at padding.
 
         Args:
-            x: [B, S, ...], or nested [B, j, ...].
-            of: "token" shifts: x of a token goes where that token is predicted, within its sequence.
+            x: [B, S, ...], or nested [B, j, ...]; [B, ...] for "sequence".
+            of: "token" shifts: x of a token goes where that token is predicted, within its sequence. "sequence"
+                spreads one value over its tokens.
+            fill: what stands where no value belongs.
         """
-        packed = self.batch.pack(x, of)
+        packed = self.batch.pack(x, of, fill)
         if self.ranks.cp > 1:
             packed = packed.index_select(0, self._shard().input_ids)
         return packed.reshape(*self.shape, *packed.shape[1:])

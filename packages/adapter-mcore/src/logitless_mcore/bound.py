@@ -1,0 +1,216 @@
+"""A Megatron model over packed batches: what `logitless.make_forward` returns for it.
+
+Shape suffixes: T packed tokens of the batch as it was given, B sequences, s by b the grid of tokens that a model runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from logitless import PackedBatch, TokenLogProbs
+from logitless.errors import InvalidInputError, UnsupportedError
+from logitless_mcore.arrangement import Arrangement, Ranks, arrange
+from logitless_mcore.capture import is_last_stage, language_model, run_scored
+from logitless_mcore.examine import examined
+from logitless_mcore.head import Asked, Scored, score, vocab_size_of
+from logitless_mcore.outputs import CausalLMOutputForPPO
+from logitless_mcore.value_head import is_value_model
+
+__all__ = ["McoreForward", "make_forward"]
+
+
+def _check_batch(batch: Any, layout: str, ranks: Ranks, multi_modal_inputs: Mapping[str, Any] | None) -> None:
+    if not isinstance(batch, PackedBatch):
+        raise InvalidInputError(f"batch: got {type(batch).__qualname__}, expected a logitless.PackedBatch")
+    wanted = (ranks.cp_rank, ranks.cp, "zigzag") if ranks.cp > 1 else None
+    if batch.shard_of != wanted:
+        what = f"shard{wanted}" if wanted else "a whole batch"
+        raise InvalidInputError(
+            f"batch: got {f'shard{batch.shard_of}' if batch.shard_of else 'a whole batch'}, expected {what} for this "
+            f"model's context parallelism of {ranks.cp}"
+        )
+    if wanted and layout == "bshd":
+        raise UnsupportedError("layout: got 'bshd' with context parallelism, expected 'thd' or 'nested'")
+    if wanted and any(length % ranks.align for length in batch.padded_lengths):
+        raise InvalidInputError(
+            f"batch: its padded lengths are {list(batch.padded_lengths)}, expected multiples of {ranks.align}; make "
+            f"it with align={ranks.align}, twice tensor times context parallelism"
+        )
+    if multi_modal_inputs:
+        raise UnsupportedError(f"multi_modal_inputs: got {', '.join(multi_modal_inputs)}; only text is served yet")
+
+
+def _check_positions(inner: Any, batch: PackedBatch) -> None:
+    """Rotary embeddings of packed tokens count within each sequence by themselves; other positions would be lost."""
+    if getattr(inner, "position_embedding_type", None) not in ("rope", "yarn"):
+        return
+    if batch.position_ids.ndim > 1:
+        raise UnsupportedError("batch: its position_ids are for mrope, the model has other rotary embeddings")
+    begins = torch.tensor(
+        [0, *accumulate(batch.padded_lengths)][:-1], dtype=torch.int64, device=batch.position_ids.device
+    )
+    whole = batch.shard_of is None
+    if whole and batch.position_ids.numel():
+        counts = torch.tensor(batch.padded_lengths, device=begins.device)
+        row = torch.repeat_interleave(counts, output_size=batch.position_ids.shape[0])
+        first = batch.position_ids.index_select(0, begins.clamp(max=batch.position_ids.shape[0] - 1))
+        counted = torch.arange(batch.position_ids.shape[0], device=begins.device) - begins[row]
+        if not torch.equal(batch.position_ids - first[row], counted):
+            raise UnsupportedError(
+                "batch: its position_ids do not count up by one within each sequence, and this model's rotary "
+                "embeddings do; leave position_ids out"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class McoreForward:
+    """The `ForwardFn` of a Megatron model: scores [T] of this rank's tokens in batch order, whatever the layout.
+
+    Nothing about the model is changed between calls, so there is nothing to undo. Every rank of the model's groups
+    calls it alike; data-parallel ranks have batches of their own.
+
+    Attributes:
+        model: wrapped or not; any pipeline stage.
+        layout: "thd", "nested" (the same: a jagged tensor's values are that row) or "bshd".
+        backend: name of a backend; None chooses at each call.
+    """
+
+    model: nn.Module
+    layout: str = "thd"
+    backend: str | None = None
+
+    def __call__(
+        self,
+        batch: PackedBatch,
+        *,
+        temperature: Tensor | float = 1.0,
+        entropy: bool = True,
+        entropy_grad: bool = True,
+        loss_fn: Callable[[TokenLogProbs, Tensor], Tensor] | None = None,
+        keep_bytes: int = 0,
+        multi_modal_inputs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """As `logitless.ForwardFn`; a stage that is not the last returns its raw tensor, a value model `values`."""
+        inner = language_model(self.model)
+        ranks = Ranks.of(inner)
+        _check_batch(batch, self.layout, ranks, multi_modal_inputs)
+        _check_positions(inner, batch)
+        run = _arranged(batch, self.layout, ranks, bool(inner.config.sequence_parallel), inner.config.fp8)
+        inputs = {
+            "input_ids": _grid(run, run.batch.input_ids),
+            "position_ids": _grid(run, run.batch.position_ids),
+            "attention_mask": None,
+        }
+        if run.params is not None:
+            inputs["packed_seq_params"] = run.params
+        if not is_last_stage(self.model):
+            return self.model(**inputs)
+        places = _places(batch, run)
+        if is_value_model(self.model):
+            if loss_fn is not None:
+                raise InvalidInputError("loss_fn: got one for a value model, which has no log_probs; use its values")
+            return CausalLMOutputForPPO(values=_home(self.model(**inputs).squeeze(-1).t(), places))
+        asked = Asked(
+            _grid(run, run.batch.labels).t(),
+            _grid_of_temperature(run, batch, places, temperature),
+            entropy,
+            entropy_grad,
+            None if loss_fn is None else _by_batch_index(loss_fn, places, run),
+            keep_bytes,
+            self.backend,
+        )
+        transform, vocab_size = examined(self.model, self.backend), vocab_size_of(self.model)
+
+        def scored(hidden: Tensor, output_layer: Any, weight: Tensor | None) -> Scored:
+            return score(hidden, output_layer, weight, transform, vocab_size, asked)
+
+        found: Scored = run_scored(self.model, inputs, scored)
+        entropies = None if found.entropy is None else _home(found.entropy, places)
+        return CausalLMOutputForPPO(_home(found.log_probs, places), entropies, loss=found.loss)
+
+
+# --- between the batch's order and the grid that the model runs ----------------------------------------------------
+
+
+def _arranged(batch: PackedBatch, layout: str, ranks: Ranks, sequence_parallel: bool, fp8: Any) -> Arrangement:
+    if batch.shard_of is not None:
+        return Arrangement(batch, "thd", ranks)
+    if layout == "bshd":
+        return arrange(batch, "bshd", ranks, sequence_parallel=sequence_parallel).occupied()
+    return arrange(batch, "thd", ranks, fp8=bool(fp8)).occupied()
+
+
+def _grid(run: Arrangement, x: Tensor) -> Tensor:
+    """[..., T'] of the arranged batch, or [..., P] of a shard of it, as [..., b, s]."""
+    return x.reshape(*x.shape[:-1], *run.shape)
+
+
+def _places(batch: PackedBatch, run: Arrangement) -> Tensor:
+    """[T] where each of the batch's tokens stands in the flattened [s, b] grid."""
+    b, s = run.shape
+    if batch.shard_of is not None:
+        return torch.arange(s, device=batch.input_ids.device)
+    counts = torch.tensor(batch.padded_lengths, dtype=torch.int64, device=batch.input_ids.device)
+    row = torch.repeat_interleave(counts, output_size=sum(batch.padded_lengths))
+    shift = (run.batch.cu_seqlens_padded - batch.cu_seqlens_padded).long()[row]
+    place = torch.arange(row.shape[0], device=row.device) + shift
+    return place if b == 1 else (place % s) * b + place // s
+
+
+def _home(x: Tensor, places: Tensor) -> Tensor:
+    """[s, b] to [T], the batch's own order."""
+    return x.flatten().index_select(0, places)
+
+
+def _grid_of_temperature(
+    run: Arrangement, batch: PackedBatch, places: Tensor, temperature: Tensor | float
+) -> Tensor | float:
+    if not isinstance(temperature, Tensor) or temperature.ndim == 0:
+        return temperature
+    if temperature.shape != batch.labels.shape:
+        raise InvalidInputError(
+            f"temperature: got shape {tuple(temperature.shape)}, expected a number or {tuple(batch.labels.shape)}"
+        )
+    b, s = run.shape
+    return temperature.new_ones(s * b).index_copy(0, places, temperature).view(s, b)
+
+
+def _by_batch_index(
+    loss_fn: Callable[[TokenLogProbs, Tensor], Tensor], places: Tensor, run: Arrangement
+) -> Callable[[TokenLogProbs, Tensor], Tensor]:
+    """The caller's loss, given indices of batch order in place of the grid's."""
+    b, s = run.shape
+    home = places.new_zeros(s * b).index_copy(0, places, torch.arange(places.shape[0], device=places.device))
+
+    def by_batch_index(scores: TokenLogProbs, index: Tensor) -> Tensor:
+        return loss_fn(scores, home.index_select(0, index))
+
+    return by_batch_index
+
+
+def make_forward(model: nn.Module, layout: str = "thd", backend: str | None = None) -> McoreForward:
+    """The `ForwardFn` of a Megatron model; call it on every rank.
+
+    A last stage that predicts tokens is examined here: what it does to its logits is identified, and scores of eight
+    tokens are checked against its own logits.
+
+    Args:
+        model: a Megatron GPTModel or HybridModel, or a wrapper of one.
+        layout: "thd" runs one packed row, "nested" is the same; "bshd" runs rows aligned left.
+        backend: name of a backend; None chooses at each call.
+
+    Raises:
+        InvalidInputError: another layout.
+        UnsupportedError: the head is not understood.
+    """
+    if layout not in ("thd", "bshd", "nested"):
+        raise InvalidInputError(f"layout: got {layout!r}, expected 'thd', 'bshd' or 'nested'")
+    if is_last_stage(model) and not is_value_model(model):
+        examined(model, backend)
+    return McoreForward(model, layout, backend)

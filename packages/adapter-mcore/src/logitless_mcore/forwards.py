@@ -1,0 +1,321 @@
+"""The reference design's forwards: pack, run a Megatron model, unpack; by its logits, or fused, without any.
+
+Every function returns, on a pipeline stage that is not the last, the raw stage tensor. The fused ones examine a model
+at its first call (see `examine`), so that call is made on every rank of the model's groups.
+
+Shape suffixes: B sequences, S columns, j ragged, P packed tokens of this rank, S' columns of the longest sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from logitless.errors import InvalidInputError, UnsupportedError
+from logitless_mcore.arrangement import IGNORE_INDEX, Arrangement, Layout, Ranks, arrange, as_batch
+from logitless_mcore.capture import is_last_stage, language_model, run_scored, unwrapped
+from logitless_mcore.examine import examined
+from logitless_mcore.head import Asked, Scored, score, vocab_size_of
+
+__all__ = [
+    "arranged_for",
+    "fused_forward_model_gen",
+    "fused_gptmodel_forward_no_padding",
+    "gptmodel_forward_no_padding",
+    "model_forward_gen",
+]
+
+Processor = Callable[..., Mapping[str, Tensor]]
+VISION = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
+
+
+# --- what the model is called with -----------------------------------------------------------------------------------
+
+
+def arranged_for(
+    model: Any, input_ids: Tensor, attention_mask: Tensor | None, data_format: str, vision_model: bool
+) -> Arrangement:
+    """The arrangement of these sequences that the model takes."""
+    config = getattr(unwrapped(model), "config", None)
+    fp8 = getattr(config, "fp8", None)
+    if data_format not in ("thd", "bshd"):
+        raise InvalidInputError(f"data_format: got {data_format!r}, expected 'thd' or 'bshd'")
+    if data_format == "bshd" and vision_model:
+        raise UnsupportedError("data_format: got 'bshd' for a vision model, expected 'thd'")
+    if data_format == "bshd" and fp8:
+        raise UnsupportedError("data_format: got 'bshd' for a model in fp8, expected 'thd'")
+    batch, offsets = as_batch(input_ids, attention_mask)
+    layout: Layout = "bshd" if data_format == "bshd" else "thd"
+    sequence_parallel = bool(getattr(config, "sequence_parallel", False))
+    return arrange(
+        batch,
+        layout,
+        Ranks.of(language_model(model)),
+        sequence_parallel=sequence_parallel,
+        fp8=fp8 in ("e4m3", "hybrid"),
+        offsets=offsets,
+    ).occupied()
+
+
+def _vision_inputs(multi_modal_inputs: Mapping[str, Any] | None, device: torch.device) -> dict[str, Any]:
+    given = multi_modal_inputs or {}
+    return {name: given[name].to(device) for name in VISION if given.get(name) is not None}
+
+
+def _inputs(
+    arrangement: Arrangement, input_ids: Tensor, position_ids: Tensor | None, vision: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Keywords of a model's forward; a language model needs no mask: under a causal one, padding comes too late."""
+    positions = arrangement.shaped(arrangement.batch.position_ids)
+    if position_ids is not None:
+        positions = arrangement.pack(position_ids)
+    inputs = {"input_ids": arrangement.pack(input_ids), "attention_mask": None, "position_ids": positions, **vision}
+    if arrangement.params is not None:
+        inputs["packed_seq_params"] = arrangement.params
+    return inputs
+
+
+def _padded_rows(input_ids: Any, pad_token_id: int | None) -> tuple[Tensor, Tensor]:
+    """A nested tensor as [B, S] ids and their mask, for a vision model."""
+    if pad_token_id is None:
+        raise InvalidInputError("pad_token_id: got None for a vision model, expected an id to pad its rows with")
+    lengths = input_ids.offsets().diff() if input_ids.lengths() is None else input_ids.lengths()
+    rows = input_ids.to_padded_tensor(pad_token_id)
+    return rows, torch.arange(rows.shape[1], device=rows.device) < lengths[:, None]
+
+
+# --- by logits -------------------------------------------------------------------------------------------------------
+
+
+def _of_tokens(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.ndim > 1
+
+
+def _pack_all(
+    arrangement: Arrangement, arguments: Mapping[str, Any] | None, shifted: tuple[str, ...]
+) -> dict[str, Any]:
+    return {
+        name: arrangement.pack(x, "token" if name in shifted else "prediction") if _of_tokens(x) else x
+        for name, x in (arguments or {}).items()
+    }
+
+
+def _logits_forward(
+    model: Any,
+    arrangement: Arrangement,
+    inputs: Mapping[str, Any],
+    logits_processor: Processor | None,
+    arguments: Mapping[str, Any],
+    value_model: bool,
+) -> Any:
+    output = model(**inputs)
+    if not is_last_stage(model):
+        return output
+    if logits_processor is not None:
+        processed = logits_processor(output, **arguments)
+        return {name: arrangement.unpack(x) for name, x in processed.items()}
+    unpacked = arrangement.unpack(output)
+    return unpacked.squeeze(-1) if value_model else unpacked  # indexing a nested tensor fails in its backward
+
+
+def model_forward_gen(vision_model: bool = False) -> Callable[..., Any]:
+    """A forward over padded rows [B, S], by the model's logits."""
+
+    def model_forward(
+        model: Any,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        position_ids: Tensor | None,
+        multi_modal_inputs: Mapping[str, Any] | None,
+        logits_processor: Processor | None = None,
+        logits_processor_args: Mapping[str, Any] | None = None,
+        value_model: bool = False,
+        data_format: str = "thd",
+        mtp_config: Any = None,
+    ) -> Any:
+        """Run the model on packed or padded rows, and bring its output back to [B, S, ...].
+
+        Args:
+            model: a Megatron model, wrapped or not.
+            input_ids: [B, S].
+            attention_mask: [B, S] of 0 and 1, padded left, right or with holes.
+            position_ids: [B, S], or None to count from 0 in each sequence. Rotary embeddings count by themselves.
+            multi_modal_inputs: any of pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw; or None.
+            logits_processor: `logits_processor(output, **packed args) -> dict`, whose values are brought back.
+            logits_processor_args: tensors [B, S, ...] that are packed for it; anything else is passed as it is.
+            value_model: drop the output's last dimension, of size 1.
+            data_format: "thd" runs one packed row, "bshd" rows aligned left.
+            mtp_config: with a true `enable_train`, the last stage gets `label` and `label_mask` of the processor's
+                arguments as `labels` and `loss_mask`.
+
+        Returns:
+            [B, S, ...], 0 where the mask is 0; a dict of them with a processor; or the raw stage tensor.
+        """
+        arrangement = arranged_for(model, input_ids, attention_mask, data_format, vision_model)
+        vision = _vision_inputs(multi_modal_inputs, input_ids.device)
+        inputs = _inputs(arrangement, input_ids, position_ids, vision)
+        if vision_model:  # it cuts its sequences itself, once the images' features are in place
+            inputs |= {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": None}
+        arguments = _pack_all(arrangement, logits_processor_args, shifted=())
+        if mtp_config is not None and mtp_config.enable_train and is_last_stage(model):
+            inputs |= {"labels": arguments["label"], "loss_mask": arguments["label_mask"]}
+        return _logits_forward(model, arrangement, inputs, logits_processor, arguments, value_model)
+
+    return model_forward
+
+
+def gptmodel_forward_no_padding(
+    model: Any,
+    input_ids: Tensor,
+    multi_modal_inputs: Mapping[str, Any] | None,
+    logits_processor: Processor | None = None,
+    logits_processor_args: Mapping[str, Any] | None = None,
+    value_model: bool = False,
+    vision_model: bool = False,
+    pad_token_id: int | None = None,
+    data_format: str = "thd",
+) -> Any:
+    """As `model_forward_gen()`'s forward, over nested tensors [B, j].
+
+    Of the processor's arguments, the one named `label` is shifted: each place gets the next token of its sequence, and
+    0 after the last. A vision model needs `pad_token_id`.
+    """
+    arrangement = arranged_for(model, input_ids, None, data_format, vision_model)
+    inputs = _inputs(arrangement, input_ids, None, _vision_inputs(multi_modal_inputs, input_ids.device))
+    if vision_model:
+        rows, mask = _padded_rows(input_ids, pad_token_id)
+        inputs |= {"input_ids": rows, "attention_mask": mask, "position_ids": None}
+    arguments = _pack_all(arrangement, logits_processor_args, shifted=("label",))
+    return _logits_forward(model, arrangement, inputs, logits_processor, arguments, value_model)
+
+
+# --- fused -----------------------------------------------------------------------------------------------------------
+
+
+def _temperature(arrangement: Arrangement, temperature: Tensor | float) -> Tensor | float:
+    """A number, or [s, b] from [B], [B, S] or nested."""
+    if not isinstance(temperature, Tensor) or temperature.ndim == 0:
+        return temperature
+    of: Any = "sequence" if temperature.ndim == 1 else "prediction"
+    return arrangement.pack(temperature, of, 1.0).t()
+
+
+def _fused_forward(
+    model: Any,
+    arrangement: Arrangement,
+    inputs: Mapping[str, Any],
+    labels: Tensor,
+    temperature: Tensor | float,
+    entropy: bool,
+    backend: str | None,
+) -> Any:
+    """{"log_probs", "entropy"} of labels [1, P] or [B, S'], in the caller's layout; or the raw stage tensor."""
+    if not is_last_stage(model):
+        return model(**inputs)
+    transform, vocab_size = examined(model, backend), vocab_size_of(model)
+    asked = Asked(labels.t(), _temperature(arrangement, temperature), entropy, backend=backend)
+
+    def scored(hidden: Tensor, output_layer: Any, weight: Tensor | None) -> Scored:
+        return score(hidden, output_layer, weight, transform, vocab_size, asked)
+
+    found: Scored = run_scored(model, inputs, scored)
+    out = {"log_probs": arrangement.unpack(found.log_probs.t())}
+    if found.entropy is not None:
+        out["entropy"] = arrangement.unpack(found.entropy.t())
+    return out
+
+
+def fused_forward_model_gen(vision_model: bool = False) -> Callable[..., Any]:
+    """A forward over padded rows [B, S] that scores labels without logits."""
+
+    def fused_forward_model(
+        model: Any,
+        input_ids: Tensor,
+        position_ids: Tensor | None,
+        attention_mask: Tensor,
+        labels: Tensor,
+        labels_mask: Tensor,
+        temperature: Tensor | float,
+        multi_modal_inputs: Mapping[str, Any] | None,
+        *,
+        data_format: str = "thd",
+        entropy: bool = True,
+        backend: str | None = None,
+    ) -> Any:
+        """Log-probabilities and entropies of labels that the caller has shifted.
+
+        Args:
+            model: a Megatron model, wrapped or not.
+            input_ids: [B, S].
+            position_ids: [B, S], or None to count from 0 in each sequence.
+            attention_mask: [B, S] of 0 and 1.
+            labels: [B, S], the token that each place predicts. -100 is not scored, and costs nothing.
+            labels_mask: [B, S]; log_probs are 0 where it is false, while the entropy there is the model's.
+            temperature: a number, or a tensor [B] or [B, S].
+            multi_modal_inputs: as for `model_forward_gen`.
+            data_format: "thd" runs one packed row, "bshd" rows aligned left.
+            entropy: False leaves it out.
+            backend: name of a backend; None chooses at each call.
+
+        Returns:
+            {"log_probs", "entropy"}, [B, S] nats, 0 where a mask is 0; or the raw stage tensor.
+        """
+        arrangement = arranged_for(model, input_ids, attention_mask, data_format, vision_model)
+        inputs = _inputs(arrangement, input_ids, position_ids, _vision_inputs(multi_modal_inputs, input_ids.device))
+        if vision_model:
+            inputs |= {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": None}
+        unscored = (labels_mask == 0) & (labels != IGNORE_INDEX)  # any token will do
+        packed = arrangement.pack(labels.long().masked_fill(unscored, 0), fill=IGNORE_INDEX)
+        out = _fused_forward(model, arrangement, inputs, packed, temperature, entropy, backend)
+        if isinstance(out, dict):
+            out["log_probs"] = out["log_probs"].masked_fill(labels_mask == 0, 0.0)
+        return out
+
+    return fused_forward_model
+
+
+def fused_gptmodel_forward_no_padding(
+    model: Any,
+    input_ids: Tensor,
+    multi_modal_inputs: Mapping[str, Any] | None = None,
+    labels: Tensor | None = None,
+    labels_mask: Tensor | None = None,
+    temperature: Tensor | float = 1.0,
+    vision_model: bool = False,
+    pad_token_id: int | None = None,
+    data_format: str = "thd",
+    *,
+    entropy: bool = True,
+    backend: str | None = None,
+) -> Any:
+    """The fused twin of `gptmodel_forward_no_padding`: scores of nested tensors, without logits.
+
+    Args:
+        model: a Megatron model, wrapped or not.
+        input_ids: nested [B, j].
+        multi_modal_inputs: as for `model_forward_gen`.
+        labels: nested [B, j] tokens, shifted inside, as `label` is there; `input_ids` unless given.
+        labels_mask: nested [B, j], of places that predict, as `log_probs` come: 0 is not scored, and costs nothing.
+        temperature: a number, or a tensor [B] or nested [B, j].
+        vision_model: as in `gptmodel_forward_no_padding`, as is `pad_token_id`.
+        pad_token_id: for a vision model.
+        data_format: "thd" runs one packed row, "bshd" rows.
+        entropy: False leaves it out.
+        backend: name of a backend; None chooses at each call.
+
+    Returns:
+        {"log_probs", "entropy"}, nested [B, j] nats; at t of the token after t; 0 at each sequence's last place, and
+        where nothing is scored. Or the raw stage tensor.
+    """
+    arrangement = arranged_for(model, input_ids, None, data_format, vision_model)
+    inputs = _inputs(arrangement, input_ids, None, _vision_inputs(multi_modal_inputs, input_ids.device))
+    if vision_model:
+        rows, mask = _padded_rows(input_ids, pad_token_id)
+        inputs |= {"input_ids": rows, "attention_mask": mask, "position_ids": None}
+    packed = arrangement.pack(input_ids if labels is None else labels, "token", IGNORE_INDEX).long()
+    if labels_mask is not None:
+        packed = packed.masked_fill(arrangement.pack(labels_mask) == 0, IGNORE_INDEX)
+    return _fused_forward(model, arrangement, inputs, packed, temperature, entropy, backend)

@@ -1,0 +1,34 @@
+"""What a bound Megatron model returns in place of logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["CausalLMOutputForPPO"]
+
+
+@dataclass(slots=True)
+class CausalLMOutputForPPO:
+    """Scores of this rank's packed tokens, in batch order; satisfies `logitless.CausalLMOutputForPPO`.
+
+    Attributes:
+        log_probs: [T] nats; 0.0 where the label is ignored. None for a value model.
+        entropy: [T] nats; None if it was not asked for.
+        values: [T], of a value model.
+        loss: what the call's `loss_fn` gave, summed; None without one.
+        logits, past_key_values, hidden_states, attentions: None.
+        aux_loss: None; Megatron adds auxiliary losses to the gradients by itself.
+    """
+
+    log_probs: Tensor | None = None
+    entropy: Tensor | None = None
+    values: Tensor | None = None
+    loss: Tensor | None = None
+    logits: Any = None
+    past_key_values: Any = None
+    hidden_states: Any = None
+    attentions: Any = None
+    aux_loss: Tensor | None = None
