@@ -14,8 +14,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from logitless import PackedBatch
+from logitless.errors import InvalidInputError
 from logitless.testing.distributed import run_ranks
 from logitless_hf import bind
+from logitless_hf.forward import make_forward
 
 RANKS = 2
 FAMILIES = ["llama", "gemma2", "phi"]  # plain; tied and capped; with a bias
@@ -112,13 +115,84 @@ def test_fsdp2(family: str, head: str, bound: str, make_model: Any, check: Any) 
 
 
 def split_from_its_embeddings(rank: int, size: int, model: Any, bound: str) -> str:
+    def call() -> Any:
+        found = shard(bind(model), "own") if bound == "before" else bind(shard(model, "own"))
+        return found(tokens_of(rank), return_log_probs=True)
+
     with pytest.raises(Exception, match="shared") as caught:
-        model = shard(bind(model), "own") if bound == "before" else bind(shard(model, "own"))
-        model(tokens_of(rank), return_log_probs=True)
+        call()
     return str(caught.value)
 
 
 @pytest.mark.parametrize("bound", ["before", "after"])
 def test_torch_still_refuses_to_split_a_tied_head_from_its_embeddings(bound: str, make_model: Any) -> None:
     # Had the head been out of its slot at the first call, it would have been missed, and the two trained apart.
-    run_ranks(RANKS, split_from_its_embeddings, make_model("gemma2"), bound)
+    for told in run_ranks(RANKS, split_from_its_embeddings, make_model("gemma2"), bound):
+        assert "lm_head.weight" in told
+
+
+# --- FSDP2's mixed precision ------------------------------------------------------------------------------------------
+
+# What accelerate sets for bf16: all three, and inputs are cast.
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.bfloat16)
+
+
+def in_bf16(rank: int, size: int, model: Any, check: Any, head: str, bound: bool) -> Any:
+    model = shard(model, head, mp_policy=BF16)
+    tokens, temperature = tokens_of(rank), 0.7
+    if bound:
+        out = bind(model)(tokens, return_log_probs=True, temperature=temperature)
+        scores = out.log_probs, out.entropy
+    else:
+        scores = check.own_scores(model, check.shift(tokens), temperature, input_ids=tokens)
+    loss_of(rank, *scores).backward()
+    grads = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+    return [x.detach() for x in scores], grads
+
+
+def worst(found: Any, truth: Any) -> tuple[float, float]:
+    """Largest error of the scores, and of a gradient relative to that parameter's largest."""
+    scores = max(float((a - b).abs().max()) for a, b in zip(found[0], truth[0], strict=True))
+    grads = max(float((x - truth[1][name]).abs().max() / truth[1][name].abs().max()) for name, x in found[1].items())
+    return scores, grads
+
+
+@pytest.mark.parametrize("head", ["root", "own"])
+def test_bf16_is_no_worse_than_the_models_own_logits_in_bf16(head: str, make_model: Any, check: Any) -> None:
+    def build(dtype: torch.dtype) -> Any:
+        return make_model("llama", torch.bfloat16).to(dtype)  # weights that bf16 holds
+
+    truth_model = build(torch.float64)
+    loss, truths = torch.zeros((), dtype=torch.float64), []
+    for rank in range(RANKS):
+        pair = check.own_scores(truth_model, check.shift(tokens_of(rank)), 0.7, input_ids=tokens_of(rank))
+        loss, truths = loss + loss_of(rank, *pair) / RANKS, [*truths, [x.detach() for x in pair]]
+    parameters = dict(truth_model.named_parameters())
+    grads = dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True))
+
+    ours, theirs = (run_ranks(RANKS, in_bf16, build(torch.float32), check, head, bound) for bound in (True, False))
+    for rank in range(RANKS):
+        assert ours[rank][0][0].dtype == ours[rank][0][1].dtype == torch.float32
+        (scores, gradients), (their_scores, their_gradients) = (
+            worst(found[rank], (truths[rank], grads)) for found in (ours, theirs)
+        )
+        assert scores <= 1.2 * their_scores
+        assert gradients <= 1.2 * their_gradients
+
+
+def temperatures_in_bf16(rank: int, size: int, model: Any) -> Any:
+    model = bind(shard(model, mp_policy=BF16))
+    tokens, warmth = tokens_of(rank), temperatures(rank).float()
+    with pytest.raises(InvalidInputError, match="cast_forward_inputs"):
+        model(tokens, return_log_probs=True, temperature=warmth)
+    batch = PackedBatch.from_padded(tokens, torch.ones_like(tokens))
+    packed = make_forward(model, "bshd", None)
+    return [
+        [batch.unpack(packed(batch, temperature=warmth.flatten()).log_probs.detach()) for warmth in warmths]
+        for warmths in ([warmth], [warmth.bfloat16().float()])
+    ]
+
+
+def test_temperatures_are_not_rounded_by_fsdp2(make_model: Any) -> None:
+    for (exact,), (rounded,) in run_ranks(RANKS, temperatures_in_bf16, make_model("llama", torch.float32)):
+        assert not torch.equal(exact, rounded)

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from types import MethodType
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from logitless.errors import InputTypeError, UnsupportedError
 from logitless_hf.head import has_weights
-from logitless_hf.outputs import for_ddp
+from logitless_hf.outputs import CausalLMOutputForPPO, for_ddp, unrounded
 from logitless_hf.scoring import HeadReport, examine, scored_forward
 from logitless_hf.traffic import passing
 
@@ -37,6 +38,8 @@ class Binding:
     always: bool = False  # scores without being asked, as `patch_forward_with_backends` promises
     report: HeadReport | None = None  # None: the model had no weights yet, and is examined at its first call
     generating: int = 0
+    calling: int = 0
+    scores: CausalLMOutputForPPO | None = None  # of the call that is under way
 
 
 def binding_of(model: nn.Module) -> Binding | None:
@@ -61,7 +64,21 @@ def bound_class(base: Any) -> Any:
                 return base.forward(self, *args, **kwargs)
             # Not through __call__, whose hooks have run.
             report = binding.report or _examine(self, functools.partial(forward, self))
-            return for_ddp(scored_forward(self, base.forward, report.transform, binding.backend, args, kwargs))
+            output = scored_forward(self, base.forward, report.transform, binding.backend, args, kwargs)
+            if binding.calling:
+                binding.scores = output
+            return for_ddp(output)
+
+    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        binding: Binding = self.__dict__[STATE]
+        if torch.compiler.is_compiling():
+            return base.__call__(self, *args, **kwargs)
+        binding.calling += 1
+        try:
+            return unrounded(base.__call__(self, *args, **kwargs), binding.scores)
+        finally:
+            binding.calling -= 1
+            binding.scores = None
 
     def generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         binding: Binding = self.__dict__[STATE]
@@ -77,6 +94,7 @@ def bound_class(base: Any) -> Any:
 
     namespace: dict[str, Any] = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
     namespace |= {MARK: base, "__reduce_ex__": __reduce_ex__, "forward": _like(forward, base.forward)}
+    namespace["__call__"] = __call__
     if hasattr(base, "generate"):
         namespace["generate"] = _like(generate, base.generate)
     return type(base)(base.__name__, (base,), namespace)

@@ -80,14 +80,15 @@ def _forward_as(module: nn.Module, function: Callable[..., Any]) -> Iterator[Non
 
 def call_head(head: Head, hidden: Tensor, op: Callable[..., Results]) -> Any:
     """`op(hidden, rows of the head, lora pairs)`, run as the forward of the head's own modules."""
-    found: list[Results] = []
+    exact: list[Results] = []
+    parallel = False
 
     def inner(hidden: Tensor, pairs: tuple[tuple[Tensor, Tensor], ...]) -> Any:
+        nonlocal parallel
         rows = local_rows(head.linear, hidden, head.parallel, bool(head.adapters))
-        if not isinstance(hidden, DTensor):
-            return op(hidden, rows, pairs)
-        found.append(op(hidden.to_local(), rows, pairs))
-        return sealed(found[0], hidden)
+        parallel = isinstance(hidden, DTensor)
+        exact.append(op(hidden.to_local() if isinstance(hidden, DTensor) else hidden, rows, pairs))
+        return sealed(exact[0], hidden) if isinstance(hidden, DTensor) else exact[0]
 
     def outer(hidden: Tensor, **asked: Any) -> Any:
         if asked:  # PEFT's `adapter_names`, different adapters for each row
@@ -100,4 +101,8 @@ def call_head(head: Head, hidden: Tensor, op: Callable[..., Results]) -> Any:
 
     with _forward_as(head.outer, outer):
         results = head.outer(hidden)
-    return opened(results, found[0]) if found else results
+    if parallel:
+        results = opened(results, exact[0])
+    # A hook may hang a node of its own on the results, but not round them, as FSDP2's `output_dtype` does.
+    pairs = zip(results, exact[0], strict=True)
+    return tuple(own if x is not None and own is not None and x.dtype != own.dtype else x for x, own in pairs)

@@ -16,7 +16,7 @@ from transformers.utils import generic
 
 from logitless.errors import UnsupportedError
 
-__all__ = ["CausalLMOutputForPPO", "for_ddp", "scored_output"]
+__all__ = ["CausalLMOutputForPPO", "for_ddp", "scored_output", "unrounded"]
 
 
 class _FlattenedByItems:
@@ -126,9 +126,23 @@ def for_ddp(output: CausalLMOutputForPPO) -> Any:
     It then calls `values()` of each dict that it is given, which the field of that name hides, and hands its caller
     a copy rebuilt from the leaves, which is the output again.
     """
-    ddp = DistributedDataParallel._get_active_ddp_module()
+    ddp = DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
     if ddp is None or not ddp.find_unused_parameters or ddp.static_graph:
         return output
     if ddp._use_python_reducer or ddp._delay_all_reduce_all_params:  # it then returns what it got
         return output
     return _InDDP(output)
+
+
+def unrounded(output: Any, scores: CausalLMOutputForPPO | None) -> Any:
+    """What a call returned, with the scores as its forward made them.
+
+    FSDP2's mixed precision casts a forward's results (`output_dtype`, which accelerate sets to bfloat16): a ratio of
+    probabilities would be off by a tenth.
+    """
+    if isinstance(output, CausalLMOutputForPPO):
+        for name in ("log_probs", "entropy", "loss"):
+            rounded, exact = getattr(output, name), getattr(scores, name, None)
+            if isinstance(rounded, Tensor) and isinstance(exact, Tensor) and rounded.dtype != exact.dtype:
+                setattr(output, name, exact)
+    return output

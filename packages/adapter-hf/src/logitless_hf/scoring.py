@@ -21,14 +21,21 @@ from logitless_hf.outputs import CausalLMOutputForPPO, scored_output
 from logitless_hf.probe import Transform, identify, probe_tokens, undisturbed
 from logitless_hf.sharding import HeadRows, Results
 
-__all__ = ["HeadReport", "Options", "examine", "scored_forward"]
+__all__ = ["HeadReport", "Options", "Uncast", "examine", "scored_forward"]
+
+
+class Uncast:
+    """A temperature that no mixed precision of FSDP2 finds, and casts, among a call's keywords."""
+
+    def __init__(self, temperature: Tensor | float) -> None:
+        self.temperature = temperature
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
     """The keywords of a scoring call that are not the family's."""
 
-    temperature: Tensor | float = 1.0
+    temperature: Tensor | float | Uncast = 1.0
     entropy: bool = True
     entropy_grad: bool = True
     labels: Tensor | None = None
@@ -134,6 +141,18 @@ def _targets(options: Options, call: Mapping[str, Any]) -> Tensor:
     return next_token_labels(tokens, call)
 
 
+def _temperature(given: Tensor | float | Uncast) -> Tensor | float:
+    """As it was given; in 16 bits it is refused, since 0.7 would be 0.69921875."""
+    if isinstance(given, Uncast):
+        return given.temperature
+    if isinstance(given, Tensor) and given.dtype in (torch.float16, torch.bfloat16):
+        raise InvalidInputError(
+            f"temperature: got {given.dtype}, expected float32, or a number. FSDP2's mixed precision casts the tensors "
+            "that a model is called with: pass a number there, or set cast_forward_inputs=False"
+        )
+    return given
+
+
 def _stand_in_call(model: nn.Module, call: Mapping[str, Any]) -> dict[str, Any]:
     """A call for one token in place of none: families reshape by what is there, and every rank must run its trunk."""
     rest = {name: value for name, value in call.items() if not isinstance(value, Tensor)}
@@ -156,6 +175,7 @@ def scored_forward(
     """
     call = _family_call(forward, args, kwargs)
     options = Options(**{name: call.pop(name) for name in OPTIONS if name in call})
+    temperature = _temperature(options.temperature)
     _prepare(model, forward, call)
     targets = _targets(options, call)
     empty = targets.numel() == 0
@@ -179,7 +199,7 @@ def scored_forward(
             "head": head,
             "tp_group": rows.tp_group,
             "labels": targets.to(hidden.device),
-            "temperature": options.temperature,
+            "temperature": temperature,
             "entropy": options.entropy,
             "entropy_grad": options.entropy_grad,
             "ignore_index": IGNORE_INDEX,
