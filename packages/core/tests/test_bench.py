@@ -276,7 +276,6 @@ def test_a_plot_needs_matplotlib(tmp_path: Path) -> None:
 
 
 def test_a_plot(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     path = tmp_path / "out.svg"
     assert run("--peers", "eager", "--plot", str(path)).exit_code == 0
     drawn = path.read_text()

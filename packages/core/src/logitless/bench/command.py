@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import torch
 import typer
@@ -57,29 +59,48 @@ def _backends(names: str | None, request: Request) -> tuple[list[str], dict[str,
     return [backend.name for backend in sorted(serving, key=lambda backend: -backend.priority)], refused
 
 
-def _admit(candidates: list[Candidate], result: ShapeResult, inputs: Inputs) -> list[tuple[Candidate, Any, Any]]:
-    """Candidates that run and pass the gate, with errors and peak; the reasons of others go to the result."""
-    gate, admitted = Gate(inputs), []
-    for candidate in candidates:
+T = TypeVar("T")
+
+
+def _attempt(candidate: Candidate, action: Callable[[], T], result: ShapeResult, inputs: Inputs) -> T | None:
+    """What the action returns; None, with the reason in the result, where the candidate cannot run here."""
+    found = None
+    try:
+        found = action()
+    except WrongResultError:
+        raise
+    except Exception as error:  # of another library, or out of memory
         label = candidate.name if candidate.kind == "ours" else f"{candidate.name}, {candidate.mode}"
-        try:
-            errors = gate.check(candidate)
-            peak = peak_gib(candidate.run, inputs.hidden.device) if _traceable(candidate, inputs) else None
+        result.not_run[label] = why_not(error)
+        foreseen = isinstance(error, (LogitlessError, torch.OutOfMemoryError))
+        result.failed |= candidate.kind == "ours" and not foreseen
+    inputs.hidden.grad = inputs.weight.grad = None
+    if found is None and inputs.hidden.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return found
+
+
+def _admit(
+    candidates: list[Candidate], result: ShapeResult, inputs: Inputs
+) -> list[tuple[Candidate, dict[str, float], float | None]]:
+    """Candidates that run and pass the gate, with errors and peaks; the reasons of others go to the result."""
+    gate = Gate(inputs)
+    passed = []
+    for candidate in candidates:
+        errors = _attempt(candidate, partial(gate.check, candidate), result, inputs)
+        if errors is not None:
+            passed.append((candidate, errors))
+    del gate  # the truth takes room that a candidate may need
+    admitted: list[tuple[Candidate, dict[str, float], float | None]] = []
+    device = inputs.hidden.device
+    for candidate, errors in passed:
+        if not candidate.traceable and device.type != "cuda":
+            admitted.append((candidate, errors, None))
+            continue
+        peak = _attempt(candidate, partial(peak_gib, candidate.run, device), result, inputs)
+        if peak is not None:
             admitted.append((candidate, errors, peak))
-        except WrongResultError:
-            raise
-        except Exception as error:  # of another library, or out of memory
-            result.not_run[label] = why_not(error)
-            foreseen = isinstance(error, (LogitlessError, torch.OutOfMemoryError))
-            result.failed |= candidate.kind == "ours" and not foreseen
-            if inputs.hidden.device.type == "cuda":
-                torch.cuda.empty_cache()
-        inputs.hidden.grad = inputs.weight.grad = None
     return admitted
-
-
-def _traceable(candidate: Candidate, inputs: Inputs) -> bool:
-    return candidate.traceable or inputs.hidden.device.type == "cuda"
 
 
 def run_shape(

@@ -22,7 +22,7 @@ from logitless.errors import NotFoundError
 __all__ = ["Row", "ShapeResult", "draw", "machine", "needs_matplotlib", "show", "versions"]
 
 NOTES = {"both": "", "log-prob": "log-prob only", "loss": "loss only"}
-OURS = ("logitless", "logitless-torch", "logitless-triton", "triton")
+OURS = ("logitless", "logitless-torch", "logitless-triton", "triton", "nvidia-cutlass-dsl")
 
 
 @dataclass(frozen=True, slots=True)
