@@ -9,11 +9,14 @@ from __future__ import annotations
 import contextlib
 import importlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 with warnings.catch_warnings():
@@ -21,14 +24,31 @@ with warnings.catch_warnings():
     pytest.importorskip("megatron.core", reason="megatron-core is not installed", exc_type=ImportError)
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.models.gpt import GPTModel
+    from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 pytest.importorskip("transformers")
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from logitless import PackedBatch
+from logitless.testing.distributed import run_ranks
+from logitless_mcore.layouts import Copy
 from logitless_mcore.spec import keep_rotary_on_device, layer_spec
+from logitless_mcore.weights import _gathered, _targets
 
-__all__ = ["FAMILIES", "build_gpt", "cuda_as_cpu", "gpt_config", "hf_config", "hf_model", "parallel"]
+__all__ = [
+    "FAMILIES",
+    "alone",
+    "build_gpt",
+    "cuda_as_cpu",
+    "gpt_config",
+    "hf_config",
+    "hf_gradients",
+    "hf_model",
+    "packed",
+    "parallel",
+    "run_model",
+]
 
 VOCAB = 128
 FAMILIES = {
@@ -235,3 +255,92 @@ def build_gpt(
             }
         )
     return keep_rotary_on_device(gpt)
+
+
+# --- runs ---------------------------------------------------------------------------------------------------------
+
+
+def packed(sequences: Sequence[Tensor], align: int = 1) -> dict[str, Any]:
+    """Keywords of a model's forward for these sequences [L] in one row, each padded to a multiple of `align`."""
+    batch = PackedBatch.from_sequences(sequences, align=align)
+    params = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=batch.cu_seqlens,
+        cu_seqlens_kv=batch.cu_seqlens,
+        cu_seqlens_q_padded=batch.cu_seqlens_padded,
+        cu_seqlens_kv_padded=batch.cu_seqlens_padded,
+        max_seqlen_q=batch.max_seqlen,
+        max_seqlen_kv=batch.max_seqlen,
+    )
+    cp = parallel_state.get_context_parallel_world_size()
+    if cp > 1:
+        batch = batch.shard(parallel_state.get_context_parallel_rank(), cp)
+    return {
+        "input_ids": batch.input_ids[None],
+        "position_ids": batch.position_ids[None],
+        "attention_mask": None,
+        "packed_seq_params": params,
+    }
+
+
+def run_model(gpt: Any, upstream: Tensor | None = None, **inputs: Any) -> Tensor | None:
+    """Logits [B, S, V] of the last pipeline stage, whole; None on others. Stages hand on what they must by hand.
+
+    Args:
+        gpt: of `build_gpt`.
+        upstream: [B, S, V] gradient of the logits, to go back with; without it, gradients are off.
+        inputs: of the forward.
+    """
+    groups, rows = gpt.pg_collection, inputs["input_ids"]
+    stage, last = groups.pp.rank(), groups.pp.size() - 1
+    before, after = (dist.get_global_rank(groups.pp, i) for i in (max(stage - 1, 0), min(stage + 1, last)))
+    received = None
+    with torch.set_grad_enabled(upstream is not None):
+        if stage > 0:
+            width = rows.shape[1] // (groups.tp.size() if gpt.config.sequence_parallel else 1)
+            received = torch.empty(width, rows.shape[0], gpt.config.hidden_size)
+            dist.recv(received, before)
+            gpt.set_input_tensor(received.requires_grad_())
+        out = gpt(**inputs)
+    if stage < last:
+        dist.send(out.detach().contiguous(), after)
+        gradient = torch.empty_like(out)
+        if upstream is not None:
+            dist.recv(gradient, after)
+    elif upstream is not None:
+        gradient = upstream.chunk(groups.tp.size(), -1)[groups.tp.rank()]
+    if upstream is not None:
+        out.backward(gradient)
+        if received is not None:
+            dist.send(received.grad, before)
+    if stage < last:
+        return None
+    parts = [torch.empty_like(out) for _ in range(groups.tp.size())]
+    dist.all_gather(parts, out.detach().contiguous(), group=groups.tp)
+    return torch.cat(parts, -1)
+
+
+def hf_gradients(gpt: Any) -> dict[str, Tensor]:
+    """This stage's gradients under Hugging Face names, whole: summed and joined over TP and CP, on every rank."""
+    found: dict[str, Tensor] = {}
+    for target in _targets(gpt):
+        gradient = target.parameter.grad.clone()
+        dist.all_reduce(gradient, group=gpt.pg_collection.cp)
+        # What every rank holds sees part of the tokens under sequence parallelism, and part of the heads in a norm of
+        # queries or keys; Megatron sums both when it finishes the gradients.
+        if isinstance(target.layout, Copy) and (gpt.config.sequence_parallel or "_norm.weight" in target.names[0]):
+            dist.all_reduce(gradient, group=gpt.pg_collection.tp)
+        shards = _gathered(replace(target, parameter=gradient), gpt)
+        for name, part in zip(target.names, target.layout.merge(shards, gpt), strict=True):
+            found[name] = found[name] + part if name in found else part
+    return found
+
+
+def alone(function: Callable[[], Any]) -> Any:
+    """What it returns, on one rank of Megatron's, in a process of its own."""
+
+    def rank_0(rank: int, size: int) -> Any:
+        with parallel():
+            return function()
+
+    return run_ranks(1, rank_0)[0]
