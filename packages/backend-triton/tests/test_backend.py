@@ -15,6 +15,7 @@ import logitless_triton
 from logitless.types import Request
 from logitless_triton import TritonBackend
 from logitless_triton import backend as module
+from logitless_triton.config import Device
 
 
 def request_on(device: str, **options: Any) -> Request:
@@ -37,6 +38,7 @@ def test_importing_it_brings_no_triton() -> None:
 
 
 def test_without_triton_it_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "triton", raising=False)
     monkeypatch.setattr(module, "find_spec", lambda name: None)
     reason = TritonBackend().supports(request_on("cuda"))
     assert reason is not None
@@ -71,7 +73,7 @@ def test_a_cpu_is_served_in_the_interpreter_only(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize(("capability", "served"), [((7, 5), False), ((8, 0), True), ((9, 0), True), ((10, 0), True)])
 def test_capability(capability: tuple[int, int], served: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(module, "device_facts", lambda device: Device(capability, 132))
     monkeypatch.setattr(torch.version, "hip", None)
     reason = TritonBackend().supports(request_on("cuda"))
     assert reason is None if served else "has 7.5" in str(reason)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from logitless import LMHead, TokenLogProbs, linear_log_probs
+from logitless._live import Live
 from logitless._ops import _backward_op, linear_log_probs_op
 from logitless.errors import UnsupportedError
 from logitless.testing import Example, ReferenceBackend, check_results, installed, random_example
@@ -447,3 +448,40 @@ def test_compiled_calls_tell_the_backend_of_lora_too() -> None:
         for score in (scores(example), torch.compile(scores(example), fullgraph=True, backend="aot_eager")):
             with pytest.raises(Exception, match="no LoRA here"):
                 run_both(score, score, example)
+
+
+# Speculation
+
+
+class Speculates(ReferenceBackend):
+    """Is called before the host knows which tokens are live, and counts its calls."""
+
+    name = "speculates"
+    speculates = True
+
+    def __init__(self) -> None:
+        self.counts: list[torch.Tensor | None] = []
+
+    def forward(self, problem: Problem, *, entropy: bool, entropy_grad: bool, kept_shape: tuple[int, ...]) -> Forwarded:
+        self.counts.append(problem.live_count)
+        problem = replace(problem, labels=problem.labels.clamp(0))
+        return super().forward(problem, entropy=entropy, entropy_grad=entropy_grad, kept_shape=kept_shape)
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_speculation_is_done_again_where_tokens_are_ignored(ignored: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden = property(lambda self: self._facts[0] if self._known is None else None)
+    monkeypatch.setattr(Live, "on_device", hidden)  # a CPU knows at once
+    example, backend = small(ignored=ignored), Speculates()
+    with installed(backend, alone=True):
+        check_results(example.run(), example)
+    assert [None if count is None else int(count) for count in backend.counts] == (
+        [int(example.live.sum()), None] if ignored else [9]
+    )
+
+
+def test_on_a_cpu_nothing_is_speculated() -> None:
+    backend = Speculates()
+    with installed(backend, alone=True):
+        small().score()
+    assert backend.counts == [None]

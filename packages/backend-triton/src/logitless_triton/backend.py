@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 from logitless.types import Forwarded, Gradients, Needs, PolicyResult, Problem, Request, TokenLoss
+from logitless_triton.config import device_facts
 from logitless_triton.layout import kept_length
 
 __all__ = ["TritonBackend"]
@@ -22,6 +24,7 @@ class TritonBackend:
     name = "triton"
     priority = 10
     protocol = 1
+    speculates = True
 
     def supports(self, request: Request) -> str | None:
         """None, or why a request cannot be served: device, dtypes, or what is missing."""
@@ -60,9 +63,15 @@ class TritonBackend:
 
         return policy_loss(problem, entropy=entropy, token_loss=token_loss, needs=needs, grad_buffer=grad_buffer)
 
+    def multiply_(self, gradient: Tensor, factor: Tensor) -> None:
+        """`logitless_triton.rounding.multiply_`."""
+        from logitless_triton.rounding import multiply_
+
+        multiply_(gradient, factor)
+
 
 def _missing() -> str | None:
-    if find_spec("triton") is None:
+    if "triton" not in sys.modules and find_spec("triton") is None:
         return "Triton is not installed; pip install 'triton>=3.5' (Linux only; PyTorch's CUDA builds bring it)"
     return None
 
@@ -82,7 +91,7 @@ def _device(device: torch.device) -> str | None:
         )
     if device.type != "cuda" or torch.version.hip is not None:
         return f"it runs on NVIDIA GPUs, and hidden is on {'an AMD GPU' if torch.version.hip else device.type}"
-    major, minor = torch.cuda.get_device_capability(device)
+    major, minor = device_facts(device).capability
     if major < 8:
         return f"it needs a GPU of capability 8.0 (Ampere) or newer, and {device} has {major}.{minor}"
     return None

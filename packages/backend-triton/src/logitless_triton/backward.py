@@ -15,7 +15,8 @@ from torch import Tensor
 
 from logitless.types import Gradients, Needs, Problem
 from logitless_triton.dz import coefficients, dz_from_kept, dz_from_logits
-from logitless_triton.kept import DIFFERENCES, EXPONENTIALS, Kept
+from logitless_triton.kept import DIFFERENCES, EXPONENTIALS, NOTHING, Kept
+from logitless_triton.rounding import scale_rows
 from logitless_triton.rows import Rows, Work
 from logitless_triton.sums import Sums, matmul, pass_scale
 
@@ -58,6 +59,15 @@ class Blocks:
         return [(first, min(first + self.columns, stop)) for first in range(start, stop, self.columns)]
 
 
+def one_block(work: Work, count: int, kept: Kept, *, consume: bool) -> bool:
+    """Whether one block of columns makes all of a pass over so many tokens."""
+    p, valid = work.problem, work.head.valid
+    if kept.mode != NOTHING and kept.columns == valid and consume:
+        return kept.mode == DIFFERENCES
+    blocks = Blocks.plan(count, valid, work.head.hidden_size, work.item, p.workspace_bytes, False)
+    return kept.mode != EXPONENTIALS and blocks.columns >= valid and blocks.tokens >= count
+
+
 def backward_pass(
     work: Work, rows: Rows, kept: Kept, stats: Tensor, grads: Grads, sums: Sums, at: int, *, consume: bool = False
 ) -> None:
@@ -73,6 +83,8 @@ def backward_pass(
     if kept.mode == EXPONENTIALS:
         _exponential_products(work, rows, kept, grads[0], sums, at)
         first = kept.columns
+        if first == valid:
+            return
     coefs = coefficients(work, rows.f, stats, *grads, dz_scale)
     entropy = grads[1] is not None
     if kept.mode == DIFFERENCES and consume and not sums.scaled:
@@ -106,15 +118,15 @@ def _exponential_products(work: Work, rows: Rows, kept: Kept, g: Tensor, sums: S
     assert kept.body is not None
     assert kept.offsets is not None
     body = kept.body[:, : kept.columns]
-    s = (g * rows.f * -work.head.slope * torch.exp2(-kept.offsets)).unsqueeze(1)
+    factors = (g, rows.f, kept.offsets, work.head.slope)
     sums.open(0, kept.columns, 1)
-    if sums.weight is not None:
-        scaled = (rows.hidden * s).to(work.operand)
-        matmul(body.T, scaled, sums.weight[: kept.columns], accumulate=not sums.unwritten)
-    if sums.hidden is not None:
+    if sums.hidden is not None:  # first: it waits for no other kernel
         mine = sums.hidden[at : at + rows.count]
         matmul(body, work.problem.weight[: kept.columns], mine)
-        mine.mul_(s)
+        scale_rows(mine, *factors, mine)
+    if sums.weight is not None:
+        scaled = scale_rows(rows.hidden, *factors, work.empty(*rows.hidden.shape, dtype=work.operand))
+        matmul(body.T, scaled, sums.weight[: kept.columns], accumulate=not sums.unwritten)
     sums.close(0, kept.columns)
 
 
@@ -129,9 +141,9 @@ def backward(
 ) -> Gradients:
     """Gradients for upstream [n] gradients; the products of those that nobody needs are not run."""
     work = Work(problem)
-    sums = Sums(work, needs, grad_buffer)
+    parts = Kept.of(work, kept, work.n) if work.n else Kept()
+    sums = Sums(work, needs, grad_buffer, whole=one_block(work, work.n, parts, consume=problem.last))
     if work.n:
         rows = work.rows(0, work.n)
-        parts = Kept.of(work, kept, work.n)
-        backward_pass(work, rows, parts, stats, (grad_log_probs, grad_entropy), sums, 0)
+        backward_pass(work, rows, parts, stats, (grad_log_probs, grad_entropy), sums, 0, consume=problem.last)
     return sums.finish()

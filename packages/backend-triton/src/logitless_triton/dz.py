@@ -313,7 +313,7 @@ def dz_from_kept(
     `out` may be the kept columns' own memory, in a type of the same size: each element is read before it is written.
     """
     width, columns = kept.width, out.shape[1]
-    block_rows, tiles = max(1, 2048 // width), 8
+    block_rows, tiles = max(1, 1024 // width), 16
     if not rows.count or not columns:
         return
     body = kept.body[:, start : start + columns]

@@ -27,13 +27,15 @@ __all__ = ["Scores", "forward", "forward_pass", "partials_rows"]
 
 CHUNK = 8192  # tokens whose partial statistics are held at a time
 _DIFFERENCES, _EXPONENTIALS = tl.constexpr(DIFFERENCES), tl.constexpr(EXPONENTIALS)
+_LOWEST = tl.constexpr(-1.0e30)
 
 
-@triton.jit(do_not_specialize=["N"])
+@triton.jit(do_not_specialize=["N", "all_tokens"])
 def _forward_kernel(
     h,
     w,
     kept,
+    live_count,
     bias,
     lora_u,
     lora_b,
@@ -42,6 +44,7 @@ def _forward_kernel(
     parts,
     maxima,
     N,
+    all_tokens,
     V,
     D,
     R,
@@ -74,10 +77,14 @@ def _forward_kernel(
     SOFTCAP: tl.constexpr,
     NEGATE: tl.constexpr,
     UNIFORM: tl.constexpr,
+    INFINITE: tl.constexpr,
 ):
     num_m = (N + BM - 1) // BM
     num_n = (V + BN - 1) // BN
-    for tile in tl.range(tl.program_id(0), num_m * num_n, PROGRAMS, flatten=FLATTEN):
+    tiles = num_m * num_n
+    if live_count is not None:  # launched before the host knew; unless every token is live, it is done again
+        tiles = tl.where(tl.load(live_count) == all_tokens, tiles, 0)
+    for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=FLATTEN):
         pm, pn = place(tile, num_m, num_n, GROUP)
         x = raw_logits(
             h,
@@ -112,11 +119,11 @@ def _forward_kernel(
         cols = pn * BN + tl.arange(0, BN)
         inside = rows < N
         f = tl.full((BM,), f_value, tl.float32) if UNIFORM else tl.load(f_ptr + rows, mask=inside, other=0.0)
-        # Masking and clamping are needed where V ends within a tile or a column is −inf; leaving them out elsewhere
-        # made the kernel 10 % slower on an H200 (other scheduling), not faster.
-        x = tl.where(cols[None, :] < V, x, -float("inf"))
-        m = tl.maximum(tl.max(x, 1), -1.0e30)  # finite: −inf − −inf would be NaN
-        d = tl.maximum((x - m[:, None]) * f[:, None], FLOOR, propagate_nan=tl.PropagateNan.ALL)
+        x = tl.where(cols[None, :] < V, x, _LOWEST)
+        m = tl.maximum(tl.max(x, 1), _LOWEST)  # finite: −inf − −inf would be NaN
+        d = (x - m[:, None]) * f[:, None]
+        if INFINITE:  # 0·(−inf) would be NaN
+            d = tl.maximum(d, FLOOR, propagate_nan=tl.PropagateNan.ALL)
         e = tl.exp2(d)  # [BM, BN]
         s = tl.sum(e, 1)
         t = tl.sum(e * d, 1)
@@ -160,6 +167,7 @@ def _scan(work: Work, rows: Rows, kept: Kept, reference: Tensor | None, parts: T
         h,
         w,
         body,
+        work.problem.live_count,
         head.bias,
         rows.lora_u,
         head.lora_b,
@@ -168,6 +176,7 @@ def _scan(work: Work, rows: Rows, kept: Kept, reference: Tensor | None, parts: T
         parts,
         kept.maxima,
         rows.count,
+        work.n,
         head.valid,
         head.hidden_size,
         head.rank,
@@ -196,6 +205,7 @@ def _scan(work: Work, rows: Rows, kept: Kept, reference: Tensor | None, parts: T
         SOFTCAP=head.softcap,
         NEGATE=head.negate,
         UNIFORM=rows.uniform is not None,
+        INFINITE=head.bias is not None,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )

@@ -12,7 +12,7 @@ EXPONENTIALS  E = 2^((x − x_label)·f − 32) in the weight's dtype, the opera
               (log_prob below −67 nats) are made again relative to their maximum, by `_mend_kernel`, which leaves at
               once where a tile has none.
 
-The backward only reads the buffer, so a graph can be gone through twice.
+A backward only reads the buffer, unless it is the last through its graph: then d turns into dz in place.
 """
 
 # mypy: ignore-errors
@@ -106,16 +106,18 @@ def expm1(x):
     return tl.where(x > -0.5, x * series, tl.exp2(x * 1.4426950408889634) - 1.0)
 
 
-@triton.jit(do_not_specialize=["N"])
+@triton.jit(do_not_specialize=["N", "all_tokens"])
 def _mend_kernel(
     h,
     w,
+    live_count,
     kept,
     f_ptr,
     reference_ptr,
     label_ptr,
     stats,
     N,
+    all_tokens,
     V,
     D,
     kept_columns,
@@ -138,6 +140,8 @@ def _mend_kernel(
     log_s = tl.load(stats + stride_stats + rows, mask=inside, other=0.0)
     reference = tl.load(reference_ptr + rows, mask=inside, other=0.0)
     far = inside & ((M - reference) * f + log_s > FAR)
+    if live_count is not None:  # else these statistics are of nothing
+        far = far & (tl.load(live_count) == all_tokens)
     if tl.max(far.to(tl.int32), 0) > 0:
         for col0 in range(tl.program_id(1) * BN, kept_columns, tl.num_programs(1) * BN):
             x = raw_logits(
@@ -202,8 +206,10 @@ def finish_exponentials(work: Any, rows: Any, kept: Kept, reference: Tensor, sta
     _mend_kernel[grid](
         rows.hidden,
         head.weight,
+        work.problem.live_count,
         *shared,
         rows.count,
+        work.n,
         head.valid,
         head.hidden_size,
         kept.columns,

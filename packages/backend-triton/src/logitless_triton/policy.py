@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from logitless.types import Needs, PolicyResult, Problem, TokenLoss
-from logitless_triton.backward import backward_pass
+from logitless_triton.backward import backward_pass, one_block
 from logitless_triton.forward import Scores, forward_pass, partials_rows
 from logitless_triton.kept import DIFFERENCES, Kept
 from logitless_triton.layout import bytes_per_row
@@ -47,7 +47,9 @@ def policy_loss(
     work = Work(problem)
     chunk, keep = chunk_of(work)
     starts = range(0, work.n, chunk)
-    sums = Sums(work, needs, grad_buffer, passes=len(starts), half=False)
+    everything = Kept(DIFFERENCES, work.head.valid) if keep else Kept()
+    whole = one_block(work, min(chunk, work.n), everything, consume=True)
+    sums = Sums(work, needs, grad_buffer, passes=len(starts), whole=whole, half=False)
     scores = Scores(work, work.n)
     buffer: Tensor | None = None
     for start in starts:

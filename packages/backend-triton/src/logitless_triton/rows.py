@@ -133,7 +133,9 @@ class Work:
         p = self.problem
 
         def take(tensor: Tensor) -> Tensor:
-            return tensor[start:stop] if p.live is None else tensor.index_select(0, p.live[start:stop])
+            if p.live is not None:
+                return tensor.index_select(0, p.live[start:stop])
+            return tensor if stop - start == tensor.shape[0] else tensor[start:stop]
 
         hidden, lora_u = take(p.hidden).to(self.operand), None if p.lora_u is None else take(p.lora_u)
         if p.dead is not None:

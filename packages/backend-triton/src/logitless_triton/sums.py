@@ -54,14 +54,24 @@ class Sums:
 
     Args:
         passes: how many passes over the columns there will be, each for other tokens.
+        whole: each pass is one block of columns, so that d_hidden is summed within one product and rounded there.
         half: False leaves gradients of float16 inputs in float32, for a single pass whose upstream comes later.
     """
 
     def __init__(
-        self, work: Work, needs: Needs, grad_buffer: Tensor | None, *, passes: int = 1, half: bool = True
+        self,
+        work: Work,
+        needs: Needs,
+        grad_buffer: Tensor | None,
+        *,
+        passes: int = 1,
+        whole: bool = False,
+        half: bool = True,
     ) -> None:
         p, self.work, self.grad_buffer, self.half = work.problem, work, grad_buffer, half
-        self.hidden = work.empty(work.n, p.hidden.shape[1]) if needs.hidden else None
+        whole = whole and p.group is None and p.hidden.dtype == work.operand == torch.bfloat16
+        hidden_dtype = p.hidden.dtype if whole else torch.float32
+        self.hidden = work.empty(work.n, p.hidden.shape[1], dtype=hidden_dtype) if needs.hidden else None
         self.lora_u = None
         if needs.lora_u and p.lora_u is not None:
             self.lora_u = work.empty(work.n, p.lora_u.shape[1]).zero_()
@@ -73,7 +83,8 @@ class Sums:
             self.direct = passes == 1 and (half or p.weight.dtype != torch.float16)
             dtype = p.weight.dtype if self.direct else torch.float32
             self.weight = work.empty(*p.weight.shape, dtype=dtype)
-            self.weight[work.head.valid :] = 0
+            if work.head.valid < p.weight.shape[0]:
+                self.weight[work.head.valid :] = 0
         if self.hidden is not None and not work.head.valid:
             self.hidden.zero_()
         self.tile: Tensor | None = None

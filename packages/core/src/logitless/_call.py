@@ -103,7 +103,7 @@ class Call:
         """Which tokens are live, asked now and read later."""
         return Live(self.labels, self.temperature, self.ignore_index, self.vocab_size, self.validate)
 
-    def problem(self, live: Tensor | None, live_count: Tensor | None = None) -> Problem:
+    def problem(self, live: Tensor | None, live_count: Tensor | None = None, *, last: bool = False) -> Problem:
         """What the backend solves, for the live tokens' indices [n]; None: all."""
         dead = None if self.validate else self.labels == self.ignore_index
         temperature: Tensor | float = self.temperature_value
@@ -128,6 +128,7 @@ class Call:
             group=self.process_group,
             reduce_hidden_grad=self.reduce_hidden_grad,
             live_count=live_count,
+            last=last,
         )
 
     def agree(self, live: Live, entropy: bool) -> None:
@@ -147,14 +148,17 @@ class Call:
         }
         check_agreement(self.process_group, facts, self.hidden.device)
 
-    def unchecked(self, values: Tensor, index: Tensor | None = None) -> Tensor:
+    def unchecked(self, *values: Tensor | None, index: Tensor | None = None) -> list[Tensor | None]:
         """What `validate=False` promises: exactly 0 where ignored, NaN where the label is no token.
 
-        `values` are those of all tokens, or of the tokens in `index`.
+        `values` are those of all tokens, or of the tokens in `index`; empty ones are left alone.
         """
         labels = self.labels if index is None else self.labels[index]
-        bad = (labels < 0) | (labels >= self.vocab_size)
-        return values.masked_fill(bad, float("nan")).masked_fill(labels == self.ignore_index, 0.0)
+        bad, ignored = labels.clamp(0, self.vocab_size - 1) != labels, labels == self.ignore_index
+        return [
+            x.masked_fill(bad, float("nan")).masked_fill_(ignored, 0.0) if x is not None and x.shape[0] else x
+            for x in values
+        ]
 
 
 FIELDS = tuple(field.name for field in fields(Call))

@@ -54,7 +54,7 @@ def _forward(call: Call, entropy: bool, entropy_grad: bool, keep_bytes: int) -> 
     log_probs, stats = spread(out.log_probs, index, n_tokens), spread(out.stats, index, n_tokens)
     entropies = log_probs.new_empty(0) if out.entropy is None else spread(out.entropy, index, n_tokens)
     if not call.validate:
-        log_probs, entropies = call.unchecked(log_probs), call.unchecked(entropies) if entropy else entropies
+        log_probs, entropies = call.unchecked(log_probs, entropies)  # type: ignore[assignment]
     return Forwarded(log_probs, entropies, stats, out.kept), live
 
 
@@ -115,11 +115,12 @@ def _gradients(
     grad_entropy: Tensor | None,
     needs: list[bool],
     grad_buffer: Tensor | None,
+    last: bool = False,
 ) -> Gradients:
-    problem = call.problem(made.live)
+    problem = call.problem(made.live, last=last)
     upstream, stats = [grad_log_probs, grad_entropy], made.stats
     if not call.validate:
-        upstream = [None if grad is None else call.unchecked(grad) for grad in upstream]
+        upstream = call.unchecked(*upstream)
     if problem.live is not None:
         upstream = [None if grad is None else grad[problem.live] for grad in upstream]
         stats = stats[:, problem.live]
@@ -216,7 +217,8 @@ class _Plain(Function):
             grads = _backward_op(*call.args, *made_op, grad_log_probs, grad_entropy, needs)
             found = Gradients(*(grad if needed else None for grad, needed in zip(grads, needs, strict=True)))
         else:
-            found = _gradients(call, made, grad_log_probs, grad_entropy, needs, ctx.grad_buffer)
+            last = not torch._C._autograd._get_current_graph_task_keep_graph()
+            found = _gradients(call, made, grad_log_probs, grad_entropy, needs, ctx.grad_buffer, last)
         weight = None if ctx.grad_buffer is not None else found.weight
         return (None, found.hidden, weight, found.bias, found.lora_u, found.lora_b, *unfound)
 

@@ -79,8 +79,8 @@ def linear_log_probs(
     entropy_grad = entropy and entropy_grad and needs_grad
     keep_bytes = keep_bytes if needs_grad else 0
     log_probs, entropies = scores(call, entropy, entropy_grad, keep_bytes, grad_buffer)
-    log_probs = log_probs.view(labels.shape)
+    if labels.ndim != 1:
+        log_probs, entropies = log_probs.view(labels.shape), entropies.view(labels.shape) if entropy else entropies
     if not entropy:
         return TokenLogProbs(log_probs, None)
-    entropies = entropies.view(labels.shape)
     return TokenLogProbs(log_probs, entropies if entropy_grad else entropies.detach())

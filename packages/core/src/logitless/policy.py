@@ -56,8 +56,7 @@ class _ChunkLoss:
         ignored = None
         if not self.call.validate:  # nothing was compacted: what the loss says of ignored tokens is dropped
             ignored = self.call.labels[tokens.start : tokens.stop] == self.call.ignore_index
-            log_probs = self.call.unchecked(log_probs, index)
-            entropy = None if entropy is None else self.call.unchecked(entropy, index)
+            log_probs, entropy = self.call.unchecked(log_probs, entropy, index=index)  # type: ignore[assignment]
         log_prob_leaf = log_probs.detach().requires_grad_(self.with_grad)
         entropy_leaf = None
         if entropy is not None:
@@ -124,7 +123,7 @@ class _PolicyLoss(Function):
         log_probs = spread(out.log_probs, index, n_tokens)
         entropies = log_probs.new_empty(0) if out.entropy is None else spread(out.entropy, index, n_tokens)
         if not call.validate:
-            log_probs, entropies = call.unchecked(log_probs), call.unchecked(entropies) if entropy else entropies
+            log_probs, entropies = call.unchecked(log_probs, entropies)  # type: ignore[assignment]
         found = out.gradients
         ctx.gradients = [found.hidden, found.weight, found.bias, found.lora_u, found.lora_b]
         ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in call.differentiable]

@@ -106,7 +106,8 @@ class Problem:
     that garbage in it reaches neither an output nor a gradient.
 
     `live_count` comes only to a backend whose `speculates` is True: the problem is stated as if all N tokens were live,
-    before the host knows. Where it holds less than N, the result is thrown away, so a kernel may leave at once.
+    before the host knows; labels may then hold anything. Where it holds less than N, the result is thrown away, so a
+    kernel may leave at once.
     """
 
     hidden: Tensor  # [N, D]
@@ -127,6 +128,7 @@ class Problem:
     group: Any = None  # the torch.distributed group whose ranks share the vocabulary
     reduce_hidden_grad: bool = True  # sum d_hidden and d_lora_u over the group
     live_count: Tensor | None = None  # [] int64, on the device
+    last: bool = False  # of a backward: no other will read what was kept, so it may be overwritten
 
 
 @dataclass(frozen=True, slots=True)

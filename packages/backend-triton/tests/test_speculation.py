@@ -1,0 +1,101 @@
+"""The forward launched before the host knows which tokens are live, and what the last backward may overwrite."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import logitless
+from logitless._live import Live
+from logitless.errors import InvalidInputError
+from logitless.testing.example import Example, random_example
+from logitless.testing.tolerance import check_gradients, check_results
+from logitless_triton.rounding import multiply_
+
+HAS_GPU = torch.cuda.is_available()
+DEVICE, DTYPE = ("cuda", torch.bfloat16) if HAS_GPU else ("cpu", torch.float32)
+WAYS: list[dict[str, Any]] = [{}, {"keep_bytes": 1 << 20}, {"keep_bytes": 1 << 20, "entropy_grad": False}]
+each_way = pytest.mark.parametrize("options", WAYS, ids=["recompute", "kept", "kept-exponentials"])
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+def example_of(ignored: bool) -> Example:
+    return random_example(40, vocab=301, hidden_size=24, dtype=DTYPE, device=DEVICE, ignored=ignored)
+
+
+@pytest.fixture
+def speculating(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU the answer is there at once; here it is hidden until it is asked for, as on a GPU."""
+    if not HAS_GPU:
+        hidden = property(lambda self: self._facts[0] if self._known is None else None)
+        monkeypatch.setattr(Live, "on_device", hidden)
+
+
+@pytest.mark.usefixtures("speculating")
+@pytest.mark.parametrize("ignored", [False, True], ids=["all-live", "some-ignored"])
+@each_way
+def test_speculation_changes_nothing(options: dict[str, Any], ignored: bool) -> None:
+    example = example_of(ignored)
+    checked, unchecked = (example.score(backend="triton", validate=v, **options) for v in (True, False))
+    assert torch.equal(checked.log_probs, unchecked.log_probs) or not HAS_GPU
+    if not options.get("entropy_grad", True):
+        example = replace(example, grad_entropy=torch.zeros_like(example.grad_entropy))
+    check_results(example.run(backend="triton", **options), example)
+
+
+@pytest.mark.usefixtures("speculating")
+def test_a_bad_label_still_raises_at_the_call() -> None:
+    example = example_of(False)
+    with pytest.raises(InvalidInputError, match="labels: got 301 at flat position 3"):
+        replace(example, labels=example.labels.index_fill(0, torch.tensor([3], device=DEVICE), 301)).score(
+            backend="triton"
+        )
+
+
+@each_way
+def test_a_retained_graph_gives_the_same_bits_again(options: dict[str, Any]) -> None:
+    fresh = example_of(False).fresh()
+    out = fresh.score(backend="triton", **options)
+    outputs, upstream = [out.log_probs], [fresh.grad_log_probs]
+    if options.get("entropy_grad", True):
+        outputs, upstream = [*outputs, out.entropy], [*upstream, fresh.grad_entropy]
+    leaves = (fresh.hidden, fresh.head.weight)
+    first, second = (torch.autograd.grad(outputs, leaves, upstream, retain_graph=True) for _ in range(2))
+    last = torch.autograd.grad(outputs, leaves, upstream)
+    for one, other, final in zip(first, second, last, strict=True):
+        assert torch.equal(one, other)
+        torch.testing.assert_close(final, one, rtol=2e-2 if HAS_GPU else 1e-5, atol=1e-3 if HAS_GPU else 1e-6)
+
+
+def test_the_last_backward_is_right_where_it_overwrites() -> None:
+    example = example_of(False)
+    check_gradients(example.run(backend="triton", keep_bytes=1 << 20).gradients, example)
+
+
+@pytest.mark.skipif(not HAS_GPU, reason="off a GPU it is torch's own mul_")
+@pytest.mark.parametrize("factor", [1.0, 0.0, -2.5, float("nan")])
+@pytest.mark.parametrize("shape", [(0, 3), (1, 1), (4099, 1031)])
+def test_multiply_is_mul(factor: float, shape: tuple[int, int]) -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        x, by = torch.randn(shape, device="cuda", dtype=dtype), torch.tensor(factor, device="cuda")
+        expected = (x.float() * by).to(dtype)
+        assert multiply_(x, by) is x
+        assert torch.equal(x.nan_to_num(7.0), expected.nan_to_num(7.0))
+
+
+def test_single_pass_takes_an_upstream_gradient() -> None:
+    fresh = example_of(False).fresh()
+
+    def loss_fn(scores: logitless.TokenLogProbs, index: torch.Tensor) -> torch.Tensor:
+        assert scores.entropy is not None
+        return fresh.grad_log_probs[index] * scores.log_probs + fresh.grad_entropy[index] * scores.entropy
+
+    found = []
+    for factor in (1.0, 0.5):
+        loss, _ = logitless.linear_policy_loss(fresh.hidden, fresh.head, fresh.labels, loss_fn, backend="triton")
+        found.append(torch.autograd.grad(loss * factor, (fresh.hidden, fresh.head.weight)))
+    for one, half in zip(*found, strict=True):
+        assert torch.equal(one * 0.5, half)
