@@ -168,6 +168,8 @@ def dist_version(dist: str) -> str | None:
 
 def why_not(error: BaseException) -> str:
     """One line of an exception."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return "out of memory"
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:300]}"
 
