@@ -73,7 +73,7 @@ def shift(tokens: Tensor) -> Tensor:
 def gradients(model: nn.Module, outputs: tuple[Tensor, ...], seed: int = 1) -> dict[str, Tensor | None]:
     """Gradients of every parameter for random upstream gradients; the model's `.grad` fields are left alone."""
     generator = torch.Generator().manual_seed(seed)
-    upstream = [torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out.dtype) for out in outputs]
+    upstream = [torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out) for out in outputs]
     named = dict(model.named_parameters())
     trained = {name: p for name, p in named.items() if p.requires_grad}
     found = torch.autograd.grad(outputs, list(trained.values()), upstream, allow_unused=True)

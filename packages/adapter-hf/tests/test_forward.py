@@ -12,6 +12,7 @@ from logitless import PackedBatch
 from logitless.errors import InvalidInputError, UnsupportedError
 from logitless_hf import CausalLMOutputForPPO, unbind
 from logitless_hf.binding import is_bound_class
+from logitless_hf.forward import PackedForward, _fault
 
 LAYOUTS = ("thd", "bshd", "nested")
 LENGTHS = (7, 1, 12, 3)
@@ -115,3 +116,42 @@ def test_a_small_leak_is_a_leak(dtype: torch.dtype) -> None:
     model = BloomForCausalLM(BloomConfig(vocab_size=1000, hidden_size=64, n_layer=2, n_head=4)).to(dtype)
     with pytest.raises(UnsupportedError, match="BloomForCausalLM: two sequences packed in one row"):
         logitless.make_forward(model, "thd")
+
+
+@pytest.mark.parametrize("behind", [2, -2])
+def test_a_leak_that_no_score_shows_has_a_gradient(behind: int, make_model: Any) -> None:
+    """Each token sees 1e-12 of another, in its own sequence or not."""
+    model = make_model()
+    forward = PackedForward(logitless.make_forward(model, "thd").model, "thd", "packed")
+    assert _fault(forward) is None
+    model.model.layers[0].register_forward_hook(lambda _m, _a, out: out + 1e-12 * out.roll(behind, 1))
+    why = _fault(forward)
+    assert why is not None
+    assert "two sequences packed in one row" in why
+
+
+def test_a_model_without_a_backward_is_judged_by_its_scores(make_model: Any) -> None:
+    model = make_model()
+    model.model.layers[0].register_forward_hook(lambda _m, _a, out: out.detach())
+    assert logitless.make_forward(model, "thd").borders == "packed"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_positions_that_do_not_count_from_0(layout: str, make_model: Any, check: Any) -> None:
+    """RoBERTa counts from behind its padding id: rows may leave that to it, one row of all tokens cannot."""
+    model = make_model("roberta", is_decoder=True, type_vocab_size=1)
+    expected, _ = alone(check, model)
+    if layout != "bshd":
+        with pytest.raises(UnsupportedError, match="off at the positions that packing gives, which count from 0"):
+            logitless.make_forward(model, layout)
+        return
+    out = logitless.make_forward(model, layout)(PackedBatch.from_sequences(sequences()))
+    torch.testing.assert_close(out.log_probs, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_a_row_longer_than_a_table_of_positions(make_model: Any) -> None:
+    model = make_model("gpt_neo", hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global"], 2]])
+    forward = logitless.make_forward(model, "thd")
+    with pytest.raises(UnsupportedError, match=r"batch: 80 tokens in one row, more than 64, .* at most that many"):
+        forward(PackedBatch.from_sequences([torch.arange(40) + 5] * 2))
+    assert forward(PackedBatch.from_sequences([torch.arange(30) + 5] * 2)).log_probs is not None

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from logitless.errors import UnsupportedError
+from logitless_hf.recurrent import by_sequence, recurrent_layers
 
 __all__ = ["FLASH", "attention_configs", "implementations", "packed_attention"]
 
@@ -30,6 +31,7 @@ FLASH = frozenset({"flash_attention_2", "flash_attention_3"})
 PACKED = {"sdpa": "logitless_packed_sdpa", "eager": "logitless_packed_eager"}
 KEY = "_attn_implementation_internal"  # where a config keeps its choice: its setter would also set its sub-configs
 CHECKPOINTERS = ("_gradient_checkpointing_func", "checkpoint_fn")  # of transformers, and of torch's CheckpointWrapper
+ABSENT = object()
 BLOCK = 256  # queries that a window is cut into at least
 # Keywords that families pass on to every attention and that change nothing here.
 HARMLESS = {
@@ -77,12 +79,15 @@ def _packed_mask(
 ) -> Tensor:
     """What `AttentionMaskInterface` asks for: int64 [1 + B, 1, 1, 1] on the CPU, the window (0: none) and the lengths.
 
-    Any attention but the one below fails with it, so it cannot be taken for a mask.
+    A window of no token, which some configs name where no layer has one, gives -1: no layer may use it. Any attention
+    but the one below fails with such a tensor, so it cannot be taken for a mask.
     """
     lengths = _lengths.get()
     padded = attention_mask is not None and not bool(attention_mask.all())  # some make one that is true everywhere
     if lengths is None or padded or kv_length != sum(lengths):
         raise UnsupportedError("packed attention: the model asks for a mask that is not of the packed row")
+    if local_size is not None and local_size < 1:
+        return torch.tensor([-1, *lengths]).view(-1, 1, 1, 1)
     if device is None:
         device = "cpu" if cache_position is None else cache_position.device
     _check_mask(mask_function, lengths, local_size, device)
@@ -95,6 +100,8 @@ def _read(mask: Any, total: int) -> tuple[int | None, list[int]]:
         got = f"a mask {tuple(mask.shape)} of {mask.dtype}" if isinstance(mask, Tensor) else type(mask).__qualname__
         raise UnsupportedError(f"packed attention: the family's layer gives {got}, not the mask of a packed row")
     window, *lengths = mask.flatten().tolist()
+    if window < 0:
+        raise UnsupportedError("packed attention: got a mask with a window of no token")
     if sum(lengths) != total:
         raise UnsupportedError(f"packed attention: got {total} tokens, expected {sum(lengths)}")
     return window or None, lengths
@@ -116,7 +123,7 @@ def _attend(
     )
 
 
-def _attend_capped(
+def _attend_eager(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -124,16 +131,26 @@ def _attend_capped(
     dropout: float,
     scale: float | None,
     *,
-    softcap: float,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
-    """The same with scores c·tanh(z/c), which torch's attention does not know; softmax in float32 or wider."""
+    """The same with what torch's attention does not know; softmax in float32 or wider.
+
+    Args:
+        softcap: scores are c·tanh(z/c).
+        sinks: [H] scores of one more key for each head, whose value is 0.
+    """
     groups = query.shape[1] // key.shape[1]
     query = torch.unflatten(query, 1, (key.shape[1], groups))  # (1, G, H/G, Q, E)
     scores = query @ key.unsqueeze(2).mT * (query.shape[-1] ** -0.5 if scale is None else scale)
-    scores = softcap * torch.tanh(scores / softcap)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~_band(query, key, window), float("-inf"))
+    if sinks is not None:
+        sink = sinks.to(scores.dtype).view(1, -1, groups, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat((scores, sink), dim=-1)
     weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(query.dtype)
-    weights = functional.dropout(weights, dropout)
+    weights = functional.dropout(weights[..., : key.shape[2]], dropout)
     return (weights @ value.unsqueeze(2)).flatten(1, 2)
 
 
@@ -226,6 +243,7 @@ def _packed_forward(
     dropout: float = 0.0,
     scaling: float | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
     """What `AttentionInterface` asks for, in place of the implementation `own`.
@@ -233,24 +251,29 @@ def _packed_forward(
     Args:
         query, key, value: [1, H, T, E], [1, G, T, E] and [1, G, T, E of values].
         attention_mask: what `_packed_mask` made.
+        softcap, s_aux: as of `_attend_eager`; s_aux are its sinks.
         rest: keywords that are not understood are refused.
 
     Returns:
         [1, T, H, E of values], and no weights.
     """
     unknown = [name for name, x in rest.items() if name not in HARMLESS and x is not None and x is not False]
-    if softcap is not None and own != "eager":  # transformers < 5.24 leaves it out in sdpa, later ones raise
-        unknown.append("softcap (load the model with attn_implementation='eager')")
+    if own != "eager":  # transformers' sdpa leaves them out, or raises
+        extras = {"softcap": softcap, "s_aux": s_aux}
+        unknown += [
+            f"{name} (load the model with attn_implementation='eager')" for name in extras if extras[name] is not None
+        ]
     if unknown:
         raise UnsupportedError(f"packed attention: got {', '.join(unknown)}, which it does not understand")
     if query.shape[0] != 1 or query.shape[2] != key.shape[2]:
         raise UnsupportedError(f"packed attention: got queries {tuple(query.shape)}, keys {tuple(key.shape)}: a cache?")
     window, lengths = _read(attention_mask, query.shape[2])
-    if softcap is None and not dropout:
+    plain = softcap is None and s_aux is None
+    if plain and not dropout:
         at_once = _attend_varlen(query, key, value, window, lengths, scaling)
         if at_once is not None:
             return at_once.transpose(1, 2).contiguous(), None
-    inner = _attend if softcap is None else partial(_attend_capped, softcap=softcap)
+    inner = _attend if plain else partial(_attend_eager, softcap=softcap, sinks=s_aux)
     attend = partial(inner, dropout=dropout, scale=scaling)
     queries, keys, values = (torch.split(x, lengths, dim=2) for x in (query, key, value))
     rows = zip(queries, keys, values, strict=True)
@@ -296,16 +319,19 @@ def implementations(model: nn.Module) -> set[str]:
 
 
 @contextmanager
-def _switched(choices: list[tuple[dict[str, Any], str]], lengths: tuple[int, ...]) -> Iterator[None]:
-    before = [place[name] for place, name in choices]
+def _switched(changes: list[tuple[dict[str, Any], str, Any]], lengths: tuple[int, ...]) -> Iterator[None]:
+    before = [(place, name, place.get(name, ABSENT)) for place, name, _ in changes]
     token = _lengths.set(lengths)
     try:
-        for (place, name), own in zip(choices, before, strict=True):
-            place[name] = PACKED.get(own, own)
+        for place, name, new in changes:
+            place[name] = new
         yield
     finally:
-        for (place, name), own in zip(choices, before, strict=True):
-            place[name] = own
+        for place, name, own in before:
+            if own is ABSENT:
+                place.pop(name, None)
+            else:
+                place[name] = own
         _lengths.reset(token)
 
 
@@ -313,33 +339,30 @@ def _switched(choices: list[tuple[dict[str, Any], str]], lengths: tuple[int, ...
 def packed_attention(model: nn.Module, lengths: Sequence[int]) -> Iterator[None]:
     """Within the block, a call of the model with one row of such sequences attends within each of them.
 
-    Layers that are recomputed in the backward, by gradient checkpointing, do so in the same way after the block.
+    Recurrent layers run on each by itself. Layers that are recomputed in the backward, by gradient checkpointing, do
+    so in the same way after the block.
 
     Args:
         model: its implementations are sdpa or eager; others are left as they are.
         lengths: of the sequences, T in all; those of length 0 take no part.
     """
     _register()
-    choices, sizes = _choices(model), tuple(length for length in lengths if length)
+    sizes = tuple(length for length in lengths if length)
+    changes = [(place, name, PACKED.get(place[name], place[name])) for place, name in _choices(model)]
+    changes += [(m.__dict__, "forward", by_sequence(m.forward, sizes)) for m in recurrent_layers(model)]
 
     def again(checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         def recomputed(*args: Any, **kwargs: Any) -> Any:
-            with _switched(choices, sizes):
+            with _switched(changes, sizes):
                 return function(*args, **kwargs)
 
         return checkpoint(recomputed, *args, **kwargs)
 
-    checkpointers = [
-        (module.__dict__, name, module.__dict__[name])
+    changes += [
+        (module.__dict__, name, partial(again, module.__dict__[name]))
         for module in model.modules()
         for name in CHECKPOINTERS
         if callable(module.__dict__.get(name))
     ]
-    try:
-        for place, name, checkpoint in checkpointers:
-            place[name] = partial(again, checkpoint)
-        with _switched(choices, sizes):
-            yield
-    finally:
-        for place, name, checkpoint in checkpointers:
-            place[name] = checkpoint
+    with _switched(changes, sizes):
+        yield

@@ -3,15 +3,15 @@
 "thd" and "nested" run one row of all tokens. Where the family takes it, attention is within each sequence (see
 `attention`), and FlashAttention is told the borders; else transformers' attention may tell the sequences apart by
 positions that restart, if no attention_mask is given and no cache is filled. Families differ, so it is tried out: a
-model is refused unless two packed sequences score as each does alone.
+model is refused unless packed sequences score as each does alone and, by their gradients, none sees another.
 
 Shape suffixes: B sequences, S columns, T packed tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,16 +19,19 @@ import torch
 from torch import Tensor, nn
 
 from logitless import PackedBatch, TokenLogProbs
-from logitless.errors import InvalidInputError, UnsupportedError
+from logitless.errors import InvalidInputError, LogitlessError, UnsupportedError
 from logitless.packing import PaddedBatch
 from logitless_hf.attention import FLASH, PACKED, attention_configs, implementations, packed_attention
 from logitless_hf.binding import bind, unbind
 from logitless_hf.outputs import CausalLMOutputForPPO
 from logitless_hf.probe import probe_tokens, undisturbed
+from logitless_hf.recurrent import recurrent_layers
+from logitless_hf.scoring import Uncast
 
 __all__ = ["PackedForward", "make_forward"]
 
 Borders = Literal["packed", "flash", "positions"]
+SOFTENED = 64.0  # a temperature at which no token is so certain that it has no gradient
 LONGEST_PROBE = 256  # tokens: a window or chunk that is longer is not tried out
 
 
@@ -58,11 +61,13 @@ class PackedForward:
         layout: "thd", "nested" or "bshd".
         borders: what tells the sequences of one row apart: attention within each, FlashAttention's `cu_seq_lens`, or
             positions that restart. "bshd" has no use for it.
+        own_positions: the family numbers its positions itself, in a way that is not the batch's.
     """
 
     model: nn.Module
     layout: str
     borders: Borders = "positions"
+    own_positions: bool = False
 
     def __call__(
         self,
@@ -85,14 +90,14 @@ class PackedForward:
             assert loss_fn is not None
             return loss_fn(scores, rows.packed_index(index))
 
-        with self._attention(batch):
+        with self._attention(batch), self._told_if_too_long(rows):
             out: CausalLMOutputForPPO = self.model(
                 input_ids=rows.input_ids,
-                position_ids=rows.position_ids,
+                **({} if self.own_positions else {"position_ids": rows.position_ids}),
                 shift_labels=rows.labels,
                 use_cache=False,
                 return_log_probs=True,
-                temperature=temperature,
+                temperature=Uncast(temperature),
                 entropy=entropy,
                 entropy_grad=entropy_grad,
                 loss_fn=None if loss_fn is None else by_packed_index,
@@ -104,6 +109,22 @@ class PackedForward:
             if scores is not None:
                 setattr(out, name, rows.to_packed(scores))
         return out
+
+    @contextmanager
+    def _told_if_too_long(self, rows: PaddedBatch) -> Iterator[None]:
+        """Some families keep a table of positions that is as long as a row may be, and stumble over a longer one."""
+        try:
+            yield
+        except (IndexError, RuntimeError) as error:
+            length, longest = rows.input_ids.shape[1], _room(self.model)
+            plain = not isinstance(error, (LogitlessError, torch.OutOfMemoryError))
+            if plain and self.borders == "positions" and longest is not None and length > longest:
+                name = type(self.model).__qualname__
+                raise UnsupportedError(
+                    f"batch: {length} tokens in one row, more than {longest}, which is what {name} has positions for "
+                    f"({error}); make batches of at most that many tokens, or use layout='bshd'"
+                ) from error
+            raise
 
     def _attention(self, batch: PackedBatch) -> Any:
         """The attention that the call runs with."""
@@ -129,13 +150,21 @@ class PackedForward:
         return {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders, "max_length_q": longest, "max_length_k": longest}
 
 
+# --- trying it out --------------------------------------------------------------------------------------------------
+
+
+def _room(model: nn.Module) -> int | None:
+    """The longest sequence that the configs tell of."""
+    places = [config.__dict__.get("max_position_embeddings") for config in attention_configs(model)]
+    return min((place for place in places if isinstance(place, int) and place > 0), default=None)
+
+
 def _probe(model: nn.Module) -> list[Tensor]:
     """Two sequences of different lengths, longer than the model's shortest window or chunk if that is affordable."""
     configs = [config.__dict__ for config in attention_configs(model)]
     reaches = [config.get(name) for config in configs for name in ("sliding_window", "attention_chunk_size")]
     local = min((reach for reach in reaches if isinstance(reach, int) and reach > 0), default=0)
-    places = [config.get("max_position_embeddings") for config in configs]
-    room = min((place for place in places if isinstance(place, int) and place > 0), default=LONGEST_PROBE)
+    room = _room(model) or LONGEST_PROBE
     tokens = probe_tokens(model).flatten()
     short = min(local + 3 if local <= LONGEST_PROBE else 3, room)
     lengths = [min(short + 2, room), short]
@@ -144,58 +173,133 @@ def _probe(model: nn.Module) -> list[Tensor]:
     return list(torch.split(tokens[order.to(tokens.device)], lengths))
 
 
+def _alone(model: nn.Module, tokens: Tensor) -> Tensor:
+    """[L] scores of one sequence by the model's own way, and numbering of positions; 0 at its end."""
+    labels = PackedBatch.from_sequences([tokens]).labels.unsqueeze(0)
+    out: CausalLMOutputForPPO = model(
+        input_ids=tokens.unsqueeze(0), shift_labels=labels, use_cache=False, return_log_probs=True, entropy=False
+    )
+    assert out.log_probs is not None
+    return out.log_probs.squeeze(0)
+
+
+def _scores(forward: PackedForward, parts: list[Tensor], temperature: float = 1.0) -> Tensor:
+    out = forward(PackedBatch.from_sequences(parts), entropy=False, temperature=temperature)
+    assert out.log_probs is not None
+    return out.log_probs
+
+
+def _foreign_gradient(forward: PackedForward, parts: list[Tensor]) -> float:
+    """Largest gradient of the second of three sequences' scores for a token of another one, relative to its own.
+
+    It is 0 to the bit where no token sees another sequence, and no weight is so small that it hides one that does. A
+    model that has no backward gives 0.
+    """
+    leaves: list[Tensor] = []
+
+    def leaf(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+        leaves.append(output.detach().requires_grad_())
+        return leaves[-1]
+
+    embeddings: Any = forward.model.get_input_embeddings()  # type: ignore[operator]
+    hook = embeddings.register_forward_hook(leaf)
+    first, second = parts
+    begin, end = len(first), len(first) + len(second)
+    try:
+        with torch.enable_grad():
+            scores = _scores(forward, [first, second, first], SOFTENED)[begin:end].sum()
+            grads = torch.autograd.grad(scores, leaves, allow_unused=True)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:  # a kernel for inference only
+        return 0.0
+    finally:
+        hook.remove()
+    worst = 0.0
+    for grad in grads:
+        if grad is not None and grad.shape[:2] == (1, end + begin):
+            size = grad.abs().amax(-1).squeeze(0)
+            foreign, own = float(torch.cat((size[:begin], size[end:])).max()), float(size[begin:end].max())
+            worst = max(worst, foreign / own if own else 0.0)
+    return worst
+
+
 @torch.no_grad()
-def _fault(forward: PackedForward) -> float:
-    """How far, in nats, scores of two packed sequences are off those of each alone, beyond rounding; 0 if not."""
+def _fault(forward: PackedForward) -> str | None:
+    """What is wrong with the scores of sequences packed (or padded) together, against those of each alone."""
     model, parts = forward.model, _probe(forward.model)
     with undisturbed(model):
         for module in model.modules():
             module.training = False
-        together = forward(PackedBatch.from_sequences(parts)).log_probs
-        rows = PackedForward(model, "bshd")
-        alone = [rows(PackedBatch.from_sequences([part])).log_probs for part in parts]
+        together = _scores(forward, parts)
+        alone = torch.cat([_alone(model, part) for part in parts])
         same = parts[0][:1].expand_as(parts[0])
-        foreign = forward(PackedBatch.from_sequences([same, parts[1]])).log_probs
-        own = forward(PackedBatch.from_sequences([parts[0], parts[1].roll(1)])).log_probs
-    assert together is not None
-    assert foreign is not None
-    assert own is not None
+        foreign, own = (_scores(forward, other) for other in ([same, parts[1]], [parts[0], parts[1].roll(1)]))
+        seen = 0.0 if forward.layout == "bshd" else _foreign_gradient(forward, parts)
     eps = torch.finfo(next(model.parameters()).dtype).eps
-    worst = float((together - torch.cat([x for x in alone if x is not None])).abs().max())
-    # Tiny or untrained weights hide it from a tolerance in nats, so: what does the other sequence's content do to the
-    # second one's scores, against its own content? Nothing, but where rounding depends on all tokens (experts).
-    begin = len(parts[0])
+    off = (together - alone).abs()
+    begin, bearable = len(parts[0]), 1e-3 + 32 * eps
+    # Rounding depends on all tokens where there are experts.
     moved, by_itself = (float((x - together)[begin:].abs().max()) for x in (foreign, own))
-    leaks = moved > (1e-4 if eps < 1e-4 else 1e-3) * by_itself
-    if not worst <= 1e-3 + 32 * eps or leaks:
-        return max(worst, moved)
-    return 0.0
+    leaks = moved > (1e-4 if eps < 1e-4 else 1e-3) * by_itself or seen > 0
+    worst = float(off.max())
+    if not leaks and worst <= bearable:
+        return None
+    if forward.layout == "bshd":
+        return f"two sequences in rows padded on the right score {worst:.3g} nats off what each scores alone"
+    if not leaks and not float(off[:begin].max()) <= bearable:
+        return (
+            f"scores {worst:.3g} nats off at the positions that packing gives, which count from 0; its own do not, so "
+            "packed sequences cannot be served; use layout='bshd'"
+        )
+    return (
+        f"two sequences packed in one row score {max(worst, moved):.3g} nats off what each scores alone, so its "
+        "attention does not tell them apart by position_ids; use layout='bshd'"
+    )
+
+
+def _refused(model: nn.Module, why: str) -> UnsupportedError:
+    return UnsupportedError(f"{type(model).__qualname__}: {why}")
+
+
+def _padded(model: nn.Module) -> PackedForward:
+    """Rows, with the batch's positions if these are the family's own, else with those that it makes itself."""
+    forward = PackedForward(model, "bshd")
+    why = _fault(forward)
+    if why:
+        forward = PackedForward(model, "bshd", own_positions=True)
+        why = why and _fault(forward)
+    if why:
+        raise _refused(model, f"{why}, so it has no layout")
+    return forward
 
 
 def _packed(model: nn.Module, layout: str) -> PackedForward:
     """The first way of telling packed sequences apart that holds."""
-    found = implementations(model)
-    if found and found <= PACKED.keys():
+    found, tried = implementations(model), ""
+    if found <= PACKED.keys() and (found or recurrent_layers(model)):
         forward = PackedForward(model, layout, "packed")
         try:
-            if not _fault(forward):
-                return forward
+            why = _fault(forward)
         except torch.OutOfMemoryError:
             raise
-        except Exception:  # a family may stumble over a mask that is none; what it does by itself is tried next
-            pass
+        except LogitlessError as error:
+            why = str(error)
+        except Exception as error:  # a family may stumble over a mask that is none
+            why = f"{type(error).__name__} ({error})"
+        if not why:
+            return forward
+        tried = f" (attention within each sequence was tried before: {why})"
     forward = PackedForward(model, layout, "flash" if found and found <= FLASH else "positions")
-    worst = _fault(forward)
-    if worst:
-        raise UnsupportedError(
-            f"{type(model).__qualname__}: two sequences packed in one row score {worst:.3g} nats off what each scores "
-            f"alone, so its attention does not tell them apart by position_ids; use layout='bshd'"
-        )
+    why = _fault(forward)
+    if why:
+        raise _refused(model, why + tried)
     chunks = [config.__dict__.get("attention_chunk_size") for config in attention_configs(model)]
     if any(isinstance(chunk, int) and chunk > LONGEST_PROBE for chunk in chunks):
-        raise UnsupportedError(
-            f"{type(model).__qualname__}: attends in chunks of more than {LONGEST_PROBE} tokens, and whether their "
-            "borders count from each packed sequence's begin is not tried out; use layout='bshd'"
+        raise _refused(
+            model,
+            f"attends in chunks of more than {LONGEST_PROBE} tokens, and whether their borders count from each packed "
+            "sequence's begin is not tried out; use layout='bshd'",
         )
     return forward
 
@@ -216,10 +320,8 @@ def make_forward(model: nn.Module, layout: str, backend: str | None) -> PackedFo
     if layout not in ("thd", "bshd", "nested"):
         raise InvalidInputError(f"layout: got {layout!r}, expected 'thd', 'bshd' or 'nested'")
     bind(model, backend)
-    if layout == "bshd":
-        return PackedForward(model, layout)
     try:
-        return _packed(model, layout)
+        return _padded(model) if layout == "bshd" else _packed(model, layout)
     except BaseException:
         unbind(model)
         raise
