@@ -19,6 +19,7 @@ class TokenSequence:
     record: int
     ids: list[int]
     prompt_length: int
+    rollout_log_probs: list[float] | None = None  # of the completion's tokens, by the engine that sampled them
 
 
 def plan(lengths: Sequence[int], max_tokens: int, *, padded: bool = False) -> list[list[int]]:

@@ -26,6 +26,14 @@ def score(
         str | None,
         typer.Option(help="cpu, cuda or cuda:N.", show_default="this rank's GPU if there is one"),
     ] = None,
+    rollout_logprobs: Annotated[
+        str | None,
+        typer.Option(
+            help="What the records' logprobs are: raw (before the temperature) or processed (after it). "
+            "Needed only where the temperature is not 1.",
+            show_default=False,
+        ),
+    ] = None,
     max_tokens_per_batch: Annotated[
         int, typer.Option(help="Tokens to a batch, packed in one row; a longer record goes alone.")
     ] = 8192,
@@ -37,11 +45,15 @@ def score(
 ) -> None:
     """Log-prob and entropy of every completion token in a file of records.
 
+    Records that carry the rollout engine's own logprobs are compared with it: OUTPUT.mismatch.json and .png.
+
     Start it as `torchrun --nproc-per-node N -m logitless score ...` to share the records over N processes.
     """
     from rich.console import Console
     from transformers.utils import logging
 
+    from logitless.mismatch import RATIO_INTERVAL
+    from logitless_hf.mismatch import can_plot
     from logitless_hf.score.options import Options
     from logitless_hf.score.runner import run
 
@@ -56,6 +68,7 @@ def score(
         backend=backend,
         dtype=dtype,
         device=device,
+        rollout_logprobs=rollout_logprobs,
         max_tokens_per_batch=max_tokens_per_batch,
         records_per_part=records_per_part,
         resume=resume,
@@ -69,3 +82,15 @@ def score(
         highlight=False,
         soft_wrap=True,
     )
+    found = summary.mismatch
+    if found is not None:
+        low, high = RATIO_INTERVAL
+        console.print(
+            f"{output}.mismatch.json: against the rollout's logprobs of {found.tokens} tokens, mean |Δ| "
+            f"{found.mean_abs_delta:.2e}, max |Δ| {found.max_abs_delta:.2e}, KL {found.kl:.2e} nats, "
+            f"{found.share_outside:.2%} of ratios outside [{low}, {high}]"
+            + ("" if can_plot() else "; no plot without matplotlib: pip install 'logitless-hf[plot]'"),
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )

@@ -52,7 +52,13 @@ class Encoder:
             )
         ids = prompt + completion
         self._check(ids, place)
-        return TokenSequence(place.record, ids, len(prompt))
+        if record.logprobs is not None and len(record.logprobs) != len(completion):
+            raise place.error(
+                f'field "logprobs": got {len(record.logprobs)} of them, expected {len(completion)}, one for each '
+                "of the completion's tokens as they are scored here; give the engine's own tokens as \"input_ids\" and "
+                '"prompt_length"'
+            )
+        return TokenSequence(place.record, ids, len(prompt), record.logprobs)
 
     def tokens(self, ids: list[int]) -> list[str | None]:
         """The vocabulary's own strings for `ids`; None for an id that the tokenizer does not know."""

@@ -36,6 +36,7 @@ class Options(BaseModel):
     backend: str | None = None
     dtype: str | None = None
     device: str | None = None
+    rollout_logprobs: str | None = None
     max_tokens_per_batch: int = 8192
     records_per_part: int = 128
     resume: bool = False
@@ -46,6 +47,11 @@ class Options(BaseModel):
         if not (math.isfinite(self.temperature) and self.temperature > 0):
             raise InvalidInputError(
                 f"--temperature: got {self.temperature}, expected a finite number above 0 (1 scores the model as it is)"
+            )
+        if self.rollout_logprobs not in (None, "raw", "processed"):
+            raise InvalidInputError(
+                f"--rollout-logprobs: got {self.rollout_logprobs!r}, expected raw (from before the temperature) or "
+                "processed (of the tempered distribution)"
             )
         for flag, value in (
             ("--max-tokens-per-batch", self.max_tokens_per_batch),
@@ -62,6 +68,12 @@ class Options(BaseModel):
             )
         self._check_backend()
         self.torch_device(0)
+
+    def rollout_temperature(self) -> float | None:
+        """That of the distribution whose log-probs the records carry; None if it cannot be told."""
+        if self.rollout_logprobs == "raw" or self.temperature == 1.0:
+            return 1.0
+        return self.temperature if self.rollout_logprobs == "processed" else None
 
     def torch_dtype(self) -> torch.dtype | None:
         """The dtype to load the model in; None for the checkpoint's own."""
@@ -91,6 +103,7 @@ class Options(BaseModel):
             "backend": self.backend,
             "dtype": self.dtype,
             "device": self.torch_device(0).type,
+            "rollout_logprobs": self.rollout_logprobs,
             "max_tokens_per_batch": self.max_tokens_per_batch,
             "records_per_part": self.records_per_part,
             "format": self.output.suffix,

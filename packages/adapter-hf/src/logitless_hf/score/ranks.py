@@ -51,6 +51,14 @@ class Ranks:
         if failure is not None:
             raise failure
 
+    def any(self, mine: bool) -> bool:
+        """Whether it holds on any rank; all must ask."""
+        if self.size == 1:
+            return mine
+        answers = [False] * self.size
+        dist.all_gather_object(answers, mine)
+        return True in answers
+
 
 @contextmanager
 def join() -> Iterator[Ranks]:

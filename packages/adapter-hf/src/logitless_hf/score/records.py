@@ -6,8 +6,9 @@
 | chat | `messages` | the last message whose role is "assistant"; messages after it are not read |
 | tokens | `input_ids`, `prompt_length` | `input_ids[prompt_length:]` |
 
-Other fields are allowed and ignored, so that a file may carry rewards, ids and the like. A line with the fields of two
-forms is refused rather than guessed at.
+Any of them may carry `logprobs`, what the rollout engine gave for the completion's tokens, in nats. Other fields are
+allowed and ignored, so that a file may carry rewards, ids and the like. A line with the fields of two forms is refused
+rather than guessed at.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from logitless.errors import InvalidInputError
 
@@ -35,11 +36,19 @@ _EXPECTED = {
     "content": "a string",
     "input_ids": "a list of integers, each 0 or greater",
     "prompt_length": "an integer from 1 to the number of input_ids less 1",
+    "logprobs": "a list of numbers in nats, none above 0, one for each of the completion's tokens; rename the field to "
+    "have it ignored",
 }
+
+
+# No engine's rounding gives a log-prob above 0 by more; what does is not one.
+LogProb = Annotated[float, Field(le=1e-3, allow_inf_nan=False)]
 
 
 class _Form(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+
+    logprobs: list[LogProb] | None = None
 
 
 class TextRecord(_Form):

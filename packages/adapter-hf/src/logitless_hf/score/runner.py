@@ -9,7 +9,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from itertools import groupby
 from typing import Any
@@ -19,14 +19,16 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from logitless.errors import InvalidInputError, LogitlessError, UnsupportedError
+from logitless.mismatch import Mismatch
 from logitless_hf.forward import PackedForward, make_forward
 from logitless_hf.score.batches import TokenSequence, pack, plan
 from logitless_hf.score.checkpoint import Checkpoint
 from logitless_hf.score.encode import Encoder
+from logitless_hf.score.mismatch import MismatchReport
 from logitless_hf.score.options import Options
 from logitless_hf.score.ranks import Ranks, join
 from logitless_hf.score.records import InputFile, parse
-from logitless_hf.score.writer import Output, Row, refuse_other_run, row
+from logitless_hf.score.writer import ROLLOUT_COLUMNS, Output, Row, refuse_other_run, row
 
 __all__ = ["Summary", "run"]
 
@@ -39,6 +41,7 @@ class Summary:
     tokens: int
     scored_records: int
     scored_tokens: int
+    mismatch: Mismatch | None = None  # of the whole file, on the rank that merged it, if records carry logprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,7 @@ class _Census:
     records: int
     tokens: int  # scored tokens of this rank's share
     share: int  # records of this rank's share
+    rollout: bool  # a record of any rank's share carries the engine's logprobs
     sha256: str
 
 
@@ -71,6 +75,9 @@ class _Run:
             checkpoint = Checkpoint(options.model)
             encoder = Encoder(checkpoint.tokenizer, checkpoint.vocab_size, checkpoint.max_positions)
             census = self._check_records(source, encoder)
+        census = replace(census, rollout=ranks.any(census.rollout))
+        with ranks.together():
+            rollout_temperature = self._rollout_temperature(census)
             manifest = self._manifest(checkpoint, census)
             complete = options.resume and output.is_complete()
             if complete:
@@ -90,27 +97,63 @@ class _Run:
             model = checkpoint.load(options.torch_dtype(), options.torch_device(ranks.local_rank))
             forward = packing_forward(model, options.backend)
         # No rank waits inside: one that fails ends at once, and torchrun ends the others.
-        records, tokens = self._score(forward, source, encoder, census)
+        records, tokens = self._score(forward, source, encoder, census, rollout_temperature)
+        report: MismatchReport | None = None
         with ranks.together():
             pass
         with ranks.together():
             if ranks.rank == 0:
-                metadata = self._metadata(manifest, encoder, forward)
+                metadata = self._metadata(manifest, encoder, forward, census)
                 double = model.dtype == torch.float64
-                output.merge(census.records, options.records_per_part, metadata, double=double)
-        return Summary(census.records, census.tokens, records, tokens)
+                report = self._report(rollout_temperature)
+                output.merge(census.records, options.records_per_part, metadata, double=double, report=report)
+        return Summary(census.records, census.tokens, records, tokens, None if report is None else report.mismatch)
 
     def _check_records(self, source: InputFile, encoder: Encoder) -> _Census:
         task = self.progress.add_task("checking records", total=None)
         share = tokens = 0
+        rollout = False
         for _, sequences in self._parts(source, encoder, lambda part: False):
             share += len(sequences)
+            rollout = rollout or any(sequence.rollout_log_probs is not None for sequence in sequences)
             tokens += sum(len(sequence.ids) - sequence.prompt_length for sequence in sequences)
             self.progress.update(task, completed=share)
         self.progress.remove_task(task)
         if source.records == 0:
             raise InvalidInputError(f"--input: {source.path} is empty, expected one or more lines of JSON")
-        return _Census(source.records, tokens, share, source.sha256)
+        return _Census(source.records, tokens, share, rollout, source.sha256)
+
+    def _rollout_temperature(self, census: _Census) -> float | None:
+        """At which records' logprobs are compared; None if none carries any."""
+        options = self.options
+        if not census.rollout:
+            if options.rollout_logprobs is not None:
+                raise InvalidInputError(
+                    f'--rollout-logprobs: no record of {options.input} has the field "logprobs", expected one or more; '
+                    "leave the option out to score alone"
+                )
+            return None
+        temperature = options.rollout_temperature()
+        if temperature is None:
+            raise InvalidInputError(
+                f'records carry "logprobs", and at --temperature {options.temperature} it matters which: give '
+                "--rollout-logprobs raw, if the engine took them before the temperature, or processed, if after; or "
+                "rename the field to have it ignored"
+            )
+        return temperature
+
+    def _report(self, rollout_temperature: float | None) -> MismatchReport | None:
+        if rollout_temperature is None:
+            return None
+        about = {
+            "input": str(self.options.input),
+            "model": str(self.options.model),
+            "rollout_logprobs": self.options.rollout_logprobs or "raw or processed, the same at temperature 1",
+            "temperature_compared": rollout_temperature,
+            "delta": "log_prob here - the rollout's, nats; ratio = exp(delta)",
+            "kl": "KL(rollout || here) per token, nats: mean of ratio - 1 - delta",
+        }
+        return MismatchReport(about)
 
     def _parts(
         self, source: InputFile, encoder: Encoder, skip: Callable[[int], bool]
@@ -121,7 +164,14 @@ class _Run:
             if part % self.ranks.size == self.ranks.rank and not skip(part):
                 yield part, [encoder(parse(raw, place), place) for place, raw in lines]
 
-    def _score(self, forward: PackedForward, source: InputFile, encoder: Encoder, census: _Census) -> tuple[int, int]:
+    def _score(
+        self,
+        forward: PackedForward,
+        source: InputFile,
+        encoder: Encoder,
+        census: _Census,
+        rollout_temperature: float | None,
+    ) -> tuple[int, int]:
         """Score the parts that are not there yet; how many records and tokens that was."""
         task = self.progress.add_task("scoring records", total=census.share)
         records = tokens = 0
@@ -137,7 +187,8 @@ class _Run:
         for part, sequences in self._parts(source, encoder, is_done):
             rows: list[Row] = []
             for batch in plan([len(sequence.ids) for sequence in sequences], budget, padded=padded):
-                rows += score_batch(forward, [sequences[index] for index in batch], encoder, self.options.temperature)
+                chosen = [sequences[index] for index in batch]
+                rows += score_batch(forward, chosen, encoder, self.options.temperature, rollout_temperature)
                 self.progress.advance(task, len(batch))
             self.output.write_part(part, sorted(rows, key=lambda row: int(row["record"])))
             records += len(rows)
@@ -157,8 +208,14 @@ class _Run:
             "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
         }
 
-    def _metadata(self, manifest: dict[str, Any], encoder: Encoder, forward: PackedForward) -> dict[str, Any]:
+    def _metadata(
+        self, manifest: dict[str, Any], encoder: Encoder, forward: PackedForward, census: _Census
+    ) -> dict[str, Any]:
         model: Any = forward.model
+        rollout = {
+            "rollout_log_probs": "the record's logprobs",
+            "rollout_delta": "log-prob here, of the distribution that those are of, less those; nats",
+        }
         return {
             "run": manifest,
             "input": str(self.options.input),
@@ -175,6 +232,7 @@ class _Run:
                 "token_ids, tokens": "the completion's tokens; tokens are the vocabulary's own strings",
                 "log_probs, entropy": "nats, of the distribution at the given temperature",
                 "sum_log_prob, mean_entropy": "over the completion's tokens",
+                **(rollout if census.rollout else {}),
             },
         }
 
@@ -189,13 +247,20 @@ def packing_forward(model: Any, backend: str | None) -> PackedForward:
 
 @torch.no_grad()
 def score_batch(
-    forward: PackedForward, sequences: list[TokenSequence], encoder: Encoder, temperature: float
+    forward: PackedForward,
+    sequences: list[TokenSequence],
+    encoder: Encoder,
+    temperature: float,
+    rollout_temperature: float | None = None,
 ) -> list[Row]:
-    """The scores of some sequences; one row for each, in their order."""
+    """The scores of some sequences; one row for each, in their order, compared with the rollout's if that is asked."""
     model: Any = forward.model
     batch = pack(sequences, model.device)
+    compared: torch.Tensor | None = None
     try:
         out = forward(batch, temperature=temperature, entropy_grad=False)
+        if rollout_temperature not in (None, temperature) and any(one.rollout_log_probs for one in sequences):
+            compared = forward(batch, temperature=rollout_temperature, entropy=False).log_probs
     except torch.OutOfMemoryError as error:
         raise UnsupportedError(
             f"a batch of {batch.input_ids.numel()} tokens does not fit in memory; lower --max-tokens-per-batch, then "
@@ -204,11 +269,13 @@ def score_batch(
     assert out.log_probs is not None
     assert out.entropy is not None
     log_probs_T, entropy_T = out.log_probs.cpu(), out.entropy.cpu()
+    compared_T = log_probs_T if compared is None else compared.cpu()
     begin = 0
     rows = []
     for sequence in sequences:
         scored = slice(begin + sequence.prompt_length - 1, begin + len(sequence.ids) - 1)
         log_probs, entropy = log_probs_T[scored], entropy_T[scored]
+        mine = compared_T[scored]
         begin += len(sequence.ids)
         if not bool(torch.isfinite(log_probs).all() and torch.isfinite(entropy).all()):
             raise LogitlessError(
@@ -217,7 +284,12 @@ def score_batch(
             )
         ids = sequence.ids[sequence.prompt_length :]
         double = log_probs.dtype == torch.float64
-        rows.append(row(sequence.record, ids, encoder.tokens(ids), log_probs.tolist(), entropy.tolist(), double=double))
+        scores = row(sequence.record, ids, encoder.tokens(ids), log_probs.tolist(), entropy.tolist(), double=double)
+        if rollout_temperature is not None:
+            theirs = sequence.rollout_log_probs
+            deltas = None if theirs is None else [a - b for a, b in zip(mine.tolist(), theirs, strict=True)]
+            scores |= dict(zip(ROLLOUT_COLUMNS, (theirs, deltas), strict=True))
+        rows.append(scores)
     return rows
 
 

@@ -26,13 +26,17 @@ from uuid import uuid4
 
 from logitless.errors import InvalidInputError, LogitlessError
 from logitless_hf.score.claim import hold
+from logitless_hf.score.mismatch import REPORT_SUFFIXES, MismatchReport
 
-__all__ = ["Output", "Row", "row"]
+__all__ = ["ROLLOUT_COLUMNS", "Output", "Row", "row"]
 
 Row = dict[str, Any]
 
+ROLLOUT_COLUMNS = ("rollout_log_probs", "rollout_delta")
 _MERGE_TOKENS = 1 << 18  # tokens to a Parquet row group: a few tens of MB while it is put together
-_OURS = re.compile(r"lock|(manifest\.json|part-\d{9,}\.jsonl|merged|metadata)(\.\d+\.tmp)?")  # in the folder of parts
+_OURS = re.compile(
+    r"lock|(manifest\.json|part-\d{9,}\.jsonl|merged|metadata|report)(\.\d+\.tmp)?"
+)  # in the folder of parts
 
 
 def row(
@@ -67,7 +71,8 @@ class Output:
         self.meta_path = path.with_name(path.name + ".meta.json")
         self.folder = path.with_name(path.name + ".parts")
         self._manifest = self.folder / "manifest.json"
-        self._targets = [path] if path.suffix == ".parquet" else [path, self.meta_path]
+        self._reports = [path.with_name(path.name + suffix) for suffix in REPORT_SUFFIXES]
+        self._targets = [path, *([] if path.suffix == ".parquet" else [self.meta_path]), *self._reports]
         self._lock: IO[bytes] | None = None
         self._run: dict[str, Any] = {}
         self._id: str | None = None  # of the run that this object began; None if it takes part in another's
@@ -185,13 +190,23 @@ class Output:
         self._refuse_takeover()
         self._write(self._part(part), "".join(json.dumps(row) + "\n" for row in rows))
 
-    def merge(self, records: int, records_per_part: int, metadata: dict[str, Any], *, double: bool) -> None:
+    def merge(
+        self,
+        records: int,
+        records_per_part: int,
+        metadata: dict[str, Any],
+        *,
+        double: bool,
+        report: MismatchReport | None = None,
+    ) -> None:
         """Put the parts together in order, the output in place, and the parts away; raise if a record is lacking."""
         self._refuse_takeover()
         target = self._temporary("merged")
         rows = self._merged(records, records_per_part)
+        if report is not None:
+            rows = _seen_by(report, rows)
         if self.path.suffix == ".parquet":
-            self._merge_parquet(target, rows, metadata, double)
+            self._merge_parquet(target, rows, metadata, double, rollout=report is not None)
         else:
             with target.open("w", encoding="utf-8") as file:
                 for line, _ in rows:
@@ -200,6 +215,13 @@ class Output:
                 os.fsync(file.fileno())
             self._refuse_takeover()
             self._write(self.meta_path, json.dumps(metadata, indent=2) + "\n", name="metadata")
+        self._refuse_takeover()
+        files = {} if report is None else report.files()
+        for suffix, path in zip(REPORT_SUFFIXES, self._reports, strict=True):
+            if suffix in files:
+                self._write(path, files[suffix], name="report")
+            elif path.exists():
+                path.unlink()  # an earlier output's
         self._refuse_takeover()
         target.replace(self.path)
         self._clear()
@@ -220,7 +242,7 @@ class Output:
         return found if isinstance(found, dict) and isinstance(found.get("run"), dict) else None
 
     def _merge_parquet(
-        self, target: Path, rows: Iterator[tuple[str, Row]], metadata: dict[str, Any], double: bool
+        self, target: Path, rows: Iterator[tuple[str, Row]], metadata: dict[str, Any], double: bool, *, rollout: bool
     ) -> None:
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -235,6 +257,7 @@ class Output:
                 "entropy": scores,
                 "sum_log_prob": pa.float64(),
                 "mean_entropy": pa.float64(),
+                **({name: pa.list_(pa.float64()) for name in ROLLOUT_COLUMNS} if rollout else {}),
             },
             metadata={"logitless_score": json.dumps(metadata)},
         )
@@ -311,14 +334,20 @@ class Output:
         """In the folder of parts, where it can be in nobody's way; it holds the process, as ranks share the folder."""
         return self.folder / f"{name}.{os.getpid()}.tmp"
 
-    def _write(self, path: Path, text: str, name: str | None = None) -> None:
-        """Another process sees the whole text or what was there before."""
+    def _write(self, path: Path, content: str | bytes, name: str | None = None) -> None:
+        """Another process sees the whole content or what was there before."""
         temporary = self._temporary(name or path.name)
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with temporary.open("wb") as file:
+            file.write(content.encode("utf-8") if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
+
+
+def _seen_by(report: MismatchReport, rows: Iterator[tuple[str, Row]]) -> Iterator[tuple[str, Row]]:
+    for line, row in rows:
+        report.see(row)
+        yield line, row
 
 
 def _row_groups(rows: Iterator[tuple[str, Row]]) -> Iterator[list[Row]]:
