@@ -10,7 +10,7 @@ import torch
 
 from logitless.testing.example import random_example
 from logitless.testing.tolerance import check_gradients, check_results
-from logitless_triton.backward import Blocks
+from logitless_triton.layout import Blocks
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"

@@ -34,6 +34,12 @@ class TritonBackend:
         """Room for the leading vocab columns of all tokens, as many as `keep_bytes` allows."""
         return (kept_length(request, keep_bytes),)
 
+    def explain(self, request: Request, keep_bytes: int = 0) -> str:
+        """What a call will do, for people: `logitless_triton.plan`."""
+        from logitless_triton.plan import plan
+
+        return str(plan(request, keep_bytes))
+
     def forward(self, problem: Problem, *, entropy: bool, entropy_grad: bool, kept_shape: tuple[int, ...]) -> Forwarded:
         """`logitless_triton.forward.forward`."""
         from logitless_triton.forward import forward

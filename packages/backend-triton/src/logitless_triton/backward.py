@@ -8,55 +8,20 @@ exponentials are the products' operand themselves (`logitless_triton.kept`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import torch
 from torch import Tensor
 
 from logitless.types import Gradients, Needs, Problem
 from logitless_triton.dz import coefficients, dz_from_kept, dz_from_logits
 from logitless_triton.kept import DIFFERENCES, EXPONENTIALS, NOTHING, Kept
+from logitless_triton.layout import Blocks
 from logitless_triton.rounding import scale_rows
 from logitless_triton.rows import Rows, Work
 from logitless_triton.sums import Sums, matmul, pass_scale
 
-__all__ = ["Blocks", "Grads", "backward", "backward_pass"]
+__all__ = ["Grads", "backward", "backward_pass", "one_block"]
 
 Grads = tuple[Tensor, Tensor | None]
 """Upstream gradients of log_prob [m] and entropy [m]."""
-
-TOKENS = 16384  # of a block, at most: beyond it, a block's columns would be few and d_hidden be read and written often
-COLUMNS = 128  # of a block, at least
-
-
-@dataclass(frozen=True, slots=True)
-class Blocks:
-    """How dz [n, V] is cut."""
-
-    tokens: int
-    columns: int
-
-    @classmethod
-    def plan(cls, n: int, columns: int, hidden_size: int, item: int, workspace_bytes: int, scaled: bool) -> Blocks:
-        """The largest blocks of dz, and of d_weight's fp32 tile where one is needed, that fit the workspace."""
-        tokens = max(1, min(n, TOKENS))
-
-        def fitting(tokens: int) -> int:
-            tile = 4 * hidden_size if scaled or tokens < n else 0
-            return workspace_bytes // (tokens * item + tile)
-
-        while fitting(tokens) < 8 * COLUMNS and tokens > 16:
-            tokens = max(16, (tokens // 2 + 15) // 16 * 16)
-        most = max(COLUMNS, fitting(tokens) // COLUMNS * COLUMNS)
-        count = max(1, -(-columns // most))  # even blocks: no short last one
-        even = -(-columns // count)
-        return cls(tokens, min(most, max(1, -(-even // (2 * COLUMNS))) * 2 * COLUMNS))
-
-    def of_tokens(self, n: int) -> list[tuple[int, int]]:
-        return [(start, min(start + self.tokens, n)) for start in range(0, n, self.tokens)]
-
-    def of_columns(self, start: int, stop: int) -> list[tuple[int, int]]:
-        return [(first, min(first + self.columns, stop)) for first in range(start, stop, self.columns)]
 
 
 def one_block(work: Work, count: int, kept: Kept, *, consume: bool) -> bool:

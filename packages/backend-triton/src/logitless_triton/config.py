@@ -5,12 +5,14 @@ The bits of a score depend on the forward's tile and on D and V alone; never on 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 
 import torch
 
-__all__ = ["INTERPRETED", "Config", "Device", "Tile", "config_for", "device_facts"]
+__all__ = ["INTERPRETED", "Config", "Device", "Tile", "config_for", "device_facts", "trying"]
 
 INTERPRETED = (0, 0)
 """The "capability" of Triton's interpreter."""
@@ -62,8 +64,23 @@ def device_facts(device: torch.device) -> Device:
     return _cuda_facts(torch.cuda.current_device() if device.index is None else device.index)
 
 
+_trial: list[Config] = []
+
+
+@contextmanager
+def trying(config: Config) -> Iterator[None]:
+    """Within the block every call takes these tiles: for `logitless tune`, whose scores then have other bits."""
+    _trial.append(config)
+    try:
+        yield
+    finally:
+        _trial.pop()
+
+
 def config_for(device: Device, dtype: torch.dtype, hidden_size: int) -> Config:
     """The tiles for operands of a dtype; the forward's does not depend on the hidden size."""
+    if _trial:
+        return _trial[-1]
     if device.capability == INTERPRETED:
         tile = Tile(64, 128, 32, warps=1, stages=1, per_sm=2)
         return Config(tile, tile)

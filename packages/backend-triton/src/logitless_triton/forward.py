@@ -23,9 +23,8 @@ from logitless_triton.kept import DIFFERENCES, EXPONENTIALS, NOTHING, Kept, fini
 from logitless_triton.rows import Rows, Work
 from logitless_triton.tile import FLOOR, ceil_div, descriptor, halves, place, raw_logits
 
-__all__ = ["Scores", "forward", "forward_pass", "partials_rows"]
+__all__ = ["Scores", "forward", "forward_pass"]
 
-CHUNK = 8192  # tokens whose partial statistics are held at a time
 _DIFFERENCES, _EXPONENTIALS = tl.constexpr(DIFFERENCES), tl.constexpr(EXPONENTIALS)
 _LOWEST = tl.constexpr(-1.0e30)
 
@@ -222,13 +221,6 @@ def _operands(work: Work, rows: Rows, tile: Tile):
     return rows.hidden, work.head.weight, False
 
 
-def partials_rows(work: Work) -> int:
-    """Tokens whose partial statistics fit the workspace, a multiple of 16, at most `CHUNK`."""
-    tiles = ceil_div(work.problem.vocab_size, work.config.forward.columns)  # of all ranks: they must chunk alike
-    fit = work.problem.workspace_bytes // (12 * max(tiles, 1))
-    return max(16, min(CHUNK, fit) // 16 * 16)
-
-
 class Scores:
     """Scores of n tokens, as they are filled in."""
 
@@ -268,7 +260,7 @@ def forward(problem: Problem, *, entropy: bool, entropy_grad: bool, kept_shape: 
     work = Work(problem)
     buffer = work.empty(*kept_shape, dtype=torch.uint8)
     kept = Kept.of(work, buffer, work.n, fill=True)
-    scores, chunk = Scores(work, work.n), partials_rows(work)
+    scores, chunk = Scores(work, work.n), work.partials_rows
     for start in range(0, work.n, chunk):
         stop = min(start + chunk, work.n)
         forward_pass(work, work.rows(start, stop), kept.span(start, stop), scores, start)

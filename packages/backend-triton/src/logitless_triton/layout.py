@@ -1,6 +1,8 @@
-"""How large a kept buffer is, and how many column tiles one of a given length serves: arithmetic, without Triton."""
+"""How a call is cut: chunks of tokens, blocks of columns, and what a kept buffer holds; arithmetic, without Triton."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 
@@ -11,10 +13,13 @@ __all__ = [
     "DIFFERENCES",
     "EXPONENTIALS",
     "NOTHING",
+    "Blocks",
     "buffer_bytes",
     "bytes_per_row",
     "kept_length",
     "mode_of",
+    "partials_rows",
+    "single_pass_chunk",
     "tiles_that_fit",
 ]
 
@@ -67,3 +72,68 @@ def kept_length(request: Request, keep_bytes: int) -> int:
         return 0
     length = (buffer_bytes(tiles, n, width, dtype.itemsize, mode) + GRAIN - 1) // GRAIN * GRAIN
     return length + (GRAIN // 2 if mode == EXPONENTIALS else 0)
+
+
+CHUNK = 8192  # tokens whose partial statistics are held at a time
+FEWEST = 256  # tokens of a chunk with kept columns: below, d_weight is read and written too often
+
+
+def partials_rows(vocab_size: int, width: int, workspace_bytes: int) -> int:
+    """Tokens whose partial statistics fit the workspace, a multiple of 16, at most `CHUNK`.
+
+    Args:
+        vocab_size: of all ranks, which must chunk alike.
+        width: columns of a tile.
+    """
+    fit = workspace_bytes // (12 * max((vocab_size + width - 1) // width, 1))
+    return max(16, min(CHUNK, fit) // 16 * 16)
+
+
+def single_pass_chunk(
+    n: int, vocab_size: int, width: int, operand: torch.dtype, workspace_bytes: int
+) -> tuple[int, bool]:
+    """Tokens of a single pass's chunk, a multiple of 16, and whether their columns are kept.
+
+    Not in float16, whose scaled dz takes a block of its own beside what is kept. `vocab_size` is of all ranks.
+    """
+    most = partials_rows(vocab_size, width, workspace_bytes)
+    fit = workspace_bytes // bytes_per_row(vocab_size, width, operand.itemsize)
+    if operand == torch.float16 or fit < min(FEWEST, n):
+        return most, False
+    most = min(most, max(16, fit // 128 * 128 if fit >= 128 else fit // 16 * 16))
+    each = -(-n // max(1, -(-n // most)))  # chunks of nearly one size: as many as `most` makes of them
+    return min(most, max(16, -(-each // 128) * 128)), True
+
+
+TOKENS = 16384  # of a block, at most: beyond it, a block's columns would be few and d_hidden be read and written often
+COLUMNS = 128  # of a block, at least
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """How dz [n, V] is cut."""
+
+    tokens: int
+    columns: int
+
+    @classmethod
+    def plan(cls, n: int, columns: int, hidden_size: int, item: int, workspace_bytes: int, scaled: bool) -> Blocks:
+        """The largest blocks of dz, and of d_weight's fp32 tile where one is needed, that fit the workspace."""
+        tokens = max(1, min(n, TOKENS))
+
+        def fitting(tokens: int) -> int:
+            tile = 4 * hidden_size if scaled or tokens < n else 0
+            return workspace_bytes // (tokens * item + tile)
+
+        while fitting(tokens) < 8 * COLUMNS and tokens > 16:
+            tokens = max(16, (tokens // 2 + 15) // 16 * 16)
+        most = max(COLUMNS, fitting(tokens) // COLUMNS * COLUMNS)
+        count = max(1, -(-columns // most))  # even blocks: no short last one
+        even = -(-columns // count)
+        return cls(tokens, min(most, max(1, -(-even // (2 * COLUMNS))) * 2 * COLUMNS))
+
+    def of_tokens(self, n: int) -> list[tuple[int, int]]:
+        return [(start, min(start + self.tokens, n)) for start in range(0, n, self.tokens)]
+
+    def of_columns(self, start: int, stop: int) -> list[tuple[int, int]]:
+        return [(first, min(first + self.columns, stop)) for first in range(start, stop, self.columns)]

@@ -7,37 +7,17 @@ log_probs have the same bits.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from logitless.types import Needs, PolicyResult, Problem, TokenLoss
 from logitless_triton.backward import backward_pass, one_block
-from logitless_triton.forward import Scores, forward_pass, partials_rows
+from logitless_triton.forward import Scores, forward_pass
 from logitless_triton.kept import DIFFERENCES, Kept
-from logitless_triton.layout import bytes_per_row
+from logitless_triton.layout import single_pass_chunk
 from logitless_triton.rows import Work
 from logitless_triton.sums import Sums
-from logitless_triton.tile import ceil_div
 
-__all__ = ["chunk_of", "policy_loss"]
-
-FEWEST = 256  # tokens of a chunk with kept columns: below, d_weight is read and written too often
-
-
-def chunk_of(work: Work) -> tuple[int, bool]:
-    """Tokens of a chunk, a multiple of 16, and whether their columns are kept."""
-    most = partials_rows(work)
-    # The whole vocabulary, not this rank's: ranks with uneven shards must make the same chunks.
-    fit = work.problem.workspace_bytes // bytes_per_row(work.problem.vocab_size, work.config.forward.columns, work.item)
-    if work.operand != torch.float16 and fit >= min(FEWEST, work.n):
-        return _even(work.n, min(most, max(16, fit // 128 * 128 if fit >= 128 else fit // 16 * 16))), True
-    return most, False
-
-
-def _even(n: int, most: int) -> int:
-    """Chunks of nearly one size: as many as `most` makes of them."""
-    each = ceil_div(n, max(1, ceil_div(n, most)))
-    return min(most, max(16, ceil_div(each, 128) * 128))
+__all__ = ["policy_loss"]
 
 
 def policy_loss(
@@ -45,7 +25,8 @@ def policy_loss(
 ) -> PolicyResult:
     """Scores of the n live tokens and the gradients of the summed token losses."""
     work = Work(problem)
-    chunk, keep = chunk_of(work)
+    vocab, width = problem.vocab_size, work.config.forward.columns
+    chunk, keep = single_pass_chunk(work.n, vocab, width, work.operand, problem.workspace_bytes)
     starts = range(0, work.n, chunk)
     everything = Kept(DIFFERENCES, work.head.valid) if keep else Kept()
     whole = one_block(work, min(chunk, work.n), everything, consume=True)

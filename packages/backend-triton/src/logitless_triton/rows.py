@@ -13,6 +13,7 @@ from torch import Tensor
 
 from logitless.types import Problem
 from logitless_triton.config import INTERPRETED, Config, Device, Tile, config_for, device_facts
+from logitless_triton.layout import partials_rows
 
 __all__ = ["Head", "Rows", "Work"]
 
@@ -115,6 +116,11 @@ class Work:
     def item(self) -> int:
         """Bytes of an operand's number."""
         return self.operand.itemsize
+
+    @property
+    def partials_rows(self) -> int:
+        """Tokens whose partial statistics are held at a time."""
+        return partials_rows(self.problem.vocab_size, self.config.forward.columns, self.problem.workspace_bytes)
 
     @property
     def interpreted(self) -> bool:

@@ -1,0 +1,83 @@
+"""The plan is what a call does: its chunks and blocks, seen from inside."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import logitless
+from logitless.testing.example import random_example
+from logitless.types import Request
+from logitless_triton import backward, policy
+from logitless_triton.plan import plan
+
+HAS_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+def request_of(n: int, vocab: int, hidden_size: int, **options: Any) -> Request:
+    settings = {"hidden_dtype": torch.float32, "weight_dtype": torch.float32, **options}
+    return Request(DEVICE, n_tokens=n, hidden_size=hidden_size, vocab_rows=vocab, **settings)
+
+
+@pytest.mark.parametrize("keep_bytes", [0, 40_000, 1 << 20])
+@pytest.mark.parametrize("workspace_bytes", [30_000, 1 << 20])
+def test_says_what_the_backward_makes_again(
+    keep_bytes: int, workspace_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = {"again": [], "kept": []}
+    for kind, name in (("again", "dz_from_logits"), ("kept", "dz_from_kept")):
+        inner = getattr(backward, name)
+
+        def spy(*args: Any, kind: str = kind, inner: Any = inner) -> None:
+            seen[kind].append(args[-2].shape)
+            inner(*args)
+
+        monkeypatch.setattr(backward, name, spy)
+    n, vocab, hidden_size = 40, 1111, 16
+    example = random_example(n, vocab=vocab, hidden_size=hidden_size, dtype=torch.float32, device=DEVICE, ignored=False)
+    example.run(backend="triton", keep_bytes=keep_bytes, workspace_bytes=workspace_bytes)
+    said = plan(request_of(n, vocab, hidden_size, workspace_bytes=workspace_bytes), keep_bytes)
+    again = [shape for shape in seen["again"] if shape[0] == said.block_tokens or shape[0] == n % said.block_tokens]
+    assert len(again) == len(seen["again"]) == said.blocks * -(-n // said.block_tokens)
+    assert sum(shape[0] * shape[1] for shape in seen["again"]) == n * (vocab - said.kept_columns)
+    assert sum(shape[0] * shape[1] for shape in seen["kept"]) == n * said.kept_columns
+    assert max((shape[1] for shape in again), default=0) == said.block_columns
+
+
+@pytest.mark.parametrize("workspace_bytes", [20_000, 90_000, 1 << 20])
+def test_says_the_chunks_of_a_single_pass(workspace_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    chunks = []
+    inner = policy.forward_pass
+
+    def spy(work: Any, rows: Any, kept: Any, *rest: Any) -> None:
+        chunks.append((rows.count, kept.columns))
+        inner(work, rows, kept, *rest)
+
+    monkeypatch.setattr(policy, "forward_pass", spy)
+    n, vocab, hidden_size = 40, 301, 16
+    fresh = random_example(
+        n, vocab=vocab, hidden_size=hidden_size, dtype=torch.float32, device=DEVICE, ignored=False
+    ).fresh()
+    logitless.linear_policy_loss(
+        fresh.hidden,
+        fresh.head,
+        fresh.labels,
+        lambda scores, index: scores.log_probs,
+        backend="triton",
+        workspace_bytes=workspace_bytes,
+    )
+    said = plan(request_of(n, vocab, hidden_size, workspace_bytes=workspace_bytes))
+    assert chunks[0] == (said.single_pass_tokens, vocab if said.single_pass_keeps else 0)
+    assert len(chunks) == -(-n // said.single_pass_tokens)
+
+
+def test_can_be_read() -> None:
+    text = str(plan(request_of(8192, 151936, 4096, hidden_dtype=torch.bfloat16, weight_dtype=torch.bfloat16), 1 << 30))
+    assert "keeps differences of" in text
+    assert "made again in" in text
+    assert "single pass: chunks of" in text
+    assert "keeps nothing" in str(plan(request_of(1, 1, 1)))
