@@ -116,6 +116,7 @@ def cuda_as_cpu() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, _CudaToCpu():
         for name, stand_in in replaced.items():
             patch.setattr(torch.cuda, name, stand_in)
+        patch.setattr(torch.cuda.random, "get_rng_state", replaced["get_rng_state"])
         # A mode is off within backward, where Megatron calls this too.
         patch.setattr(torch.Tensor, "cuda", lambda self, *args, **kwargs: self)
         patch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
