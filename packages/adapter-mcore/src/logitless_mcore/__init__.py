@@ -30,8 +30,14 @@ if TYPE_CHECKING:
         preprocess_packed_seqs,
         preprocess_thd_no_padding,
     )
-    from logitless_mcore.spec import layer_spec
+    from logitless_mcore.registry import (
+        get_mcore_forward_fn,
+        get_mcore_forward_fused_fn,
+        get_mcore_forward_no_padding_fn,
+    )
+    from logitless_mcore.spec import keep_rotary_on_device, layer_spec
     from logitless_mcore.value_head import to_value_model
+    from logitless_mcore.weights import hf_weights, load_hf_weights, save_hf_weights
 
 __version__ = version("logitless-mcore")
 
@@ -41,8 +47,14 @@ __all__ = [
     "__version__",
     "fused_forward_model_gen",
     "fused_gptmodel_forward_no_padding",
+    "get_mcore_forward_fn",
+    "get_mcore_forward_fused_fn",
+    "get_mcore_forward_no_padding_fn",
     "gptmodel_forward_no_padding",
+    "hf_weights",
+    "keep_rotary_on_device",
     "layer_spec",
+    "load_hf_weights",
     "make_forward",
     "model_forward_gen",
     "postprocess_bshd",
@@ -53,6 +65,7 @@ __all__ = [
     "preprocess_bshd_no_padding",
     "preprocess_packed_seqs",
     "preprocess_thd_no_padding",
+    "save_hf_weights",
     "set_vocab_size",
     "to_value_model",
 ]
@@ -62,8 +75,14 @@ _HOME = {
     "McoreAdapter": "adapter",
     "fused_forward_model_gen": "forwards",
     "fused_gptmodel_forward_no_padding": "forwards",
+    "get_mcore_forward_fn": "registry",
+    "get_mcore_forward_fused_fn": "registry",
+    "get_mcore_forward_no_padding_fn": "registry",
     "gptmodel_forward_no_padding": "forwards",
+    "hf_weights": "weights",
+    "keep_rotary_on_device": "spec",
     "layer_spec": "spec",
+    "load_hf_weights": "weights",
     "make_forward": "bound",
     "model_forward_gen": "forwards",
     "postprocess_bshd": "packing",
@@ -74,6 +93,7 @@ _HOME = {
     "preprocess_bshd_no_padding": "packing",
     "preprocess_packed_seqs": "packing",
     "preprocess_thd_no_padding": "packing",
+    "save_hf_weights": "weights",
     "set_vocab_size": "head",
     "to_value_model": "value_head",
 }
