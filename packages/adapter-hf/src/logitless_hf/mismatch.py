@@ -64,7 +64,7 @@ def plot_mismatch(
     left.set(xlabel="log-prob of the rollout engine (nats)", ylabel="log-prob here (nats)", title=f"{of.tokens} tokens")
     bounds = [math.log(ratio) for ratio in RATIO_INTERVAL]
     reach = max(2 * bounds[1], 1.05 * found.max_abs_delta)
-    right.hist(delta.numpy(), bins=_BINS, range=(-reach, reach), log=True)
+    right.hist(delta.numpy(), bins=_BINS, range=(-reach, reach), log=bool(len(delta)))
     for bound, ratio in zip(bounds, RATIO_INTERVAL, strict=True):
         right.axvline(bound, color="C3", linestyle="--", linewidth=1, label=f"ratio {ratio}")
     right.set(xlabel="Δ = log-prob here − rollout's (nats)", ylabel="tokens")
