@@ -205,10 +205,19 @@ def test_mixed_precision(checkpoint: Any, tokenizer: Any, tmp_path: Path) -> Non
     expected = history(build(GRPOTrainer, path, tokenizer, tmp_path, bf16=True))
     trainer = build(with_logitless(GRPOTrainer), path, tokenizer, tmp_path, bf16=True)
     assert_same(history(trainer), expected, tolerance=0.05)
-    model = trainer.model
+    model = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
+    ids = torch.tensor([PROMPTS[1]])
+    assert model(ids, labels=ids, fused_lm_head=True).log_probs.shape == (1, 4)
     release(trainer)
     assert "forward" not in model.__dict__
-    assert "_original_forward" not in model.__dict__
+
+
+def test_release_under_mixed_precision(checkpoint: Any, tokenizer: Any, tmp_path: Path) -> None:
+    trainer = build(with_logitless(GRPOTrainer), checkpoint(), tokenizer, tmp_path, bf16=True, max_steps=1)
+    trainer.train()
+    assert "_original_forward" in trainer.model.__dict__
+    release(trainer)
+    assert not {"forward", "_original_forward"} & trainer.model.__dict__.keys()
 
 
 def test_nothing_of_trl_is_touched(checkpoint: Any, tokenizer: Any, tmp_path: Path) -> None:
@@ -297,6 +306,20 @@ def test_no_live_token_gives_a_zero_that_can_be_differentiated(trainer: Any, tok
     assert all(p.grad is None or not p.grad.any() for p in trainer.model.parameters())
 
 
+@pytest.mark.parametrize("keep_bytes", [0, 1 << 20])
+def test_the_first_ratio_is_exactly_one(
+    keep_bytes: int, checkpoint: Any, tokenizer: Any, tmp_path: Path, tokens: Tensor
+) -> None:
+    made = with_logitless(GRPOTrainer, keep_bytes=keep_bytes)
+    trainer = build(made, checkpoint(), tokenizer, tmp_path, beta=0.0)
+    mask = torch.ones_like(tokens)
+    with torch.no_grad():
+        old = scores(trainer, trainer.model, 4, tokens, mask)[0]
+    new = scores(trainer, trainer.model, 4, tokens, mask)[0]
+    assert new.requires_grad
+    assert torch.equal((new - old).exp(), torch.ones_like(old))
+
+
 def test_entropy_grad_false_detaches(checkpoint: Any, tokenizer: Any, tmp_path: Path, tokens: Tensor) -> None:
     made = with_logitless(GRPOTrainer, entropy_grad=False, keep_bytes=1 << 20)
     trainer = build(made, checkpoint(), tokenizer, tmp_path, beta=0.0)
@@ -325,6 +348,8 @@ def test_experts_auxiliary_loss(trainer: Any, tokens: Tensor, check: Any) -> Non
     for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
     check.gradients_equal(check.gradients(ours, got), check.gradients(stock, expected), 1e-4)
+    losses = [m(tokens, labels=tokens, fused_lm_head=True, output_router_logits=True).loss for m in (stock, ours)]
+    torch.testing.assert_close(losses[1], losses[0], atol=1e-5, rtol=1e-5)
 
 
 def test_pixels_arrive(trainer: Any, check: Any) -> None:
