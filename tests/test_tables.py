@@ -120,7 +120,10 @@ def test_against_logits(tables: ModuleType) -> None:
     ]
 
 
-def test_committed_results_have_the_commands_form() -> None:
-    for path in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
-        found = json.loads(path.read_text())
-        assert {"date", "device", "versions", "dtype", "shapes"} <= set(found), path.name
+def test_the_results_behind_them_have_the_commands_form(tables: ModuleType) -> None:
+    pages = "".join((ROOT / name).read_text() for name in tables.PAGES)
+    files = {file for _, _, joined, *_ in tables.REGION.findall(pages) for file in joined.split("+")}
+    assert files
+    for file in sorted(files):
+        found = json.loads((tables.RESULTS / file).read_text())
+        assert {"date", "device", "versions", "dtype", "shapes"} <= set(found), file
