@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("README.md", "docs/performance.md", "packages/backend-triton/README.md")
+PAGES = ("README.md", "docs/performance.md", "docs/training-loop.md", "packages/backend-triton/README.md")
 RESULTS = ROOT / "benchmarks" / "results"
 REGION = re.compile(r"(<!-- table: (\S+) (\S+)(?: (\S+))? -->\n).*?(<!-- /table -->)", re.DOTALL)
 ORDER = " s1 s2 s3 s4 s5 l n256 n1024 n2048 small custom "

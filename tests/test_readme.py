@@ -1,4 +1,4 @@
-"""README's code runs as it stands, one block after another."""
+"""The code of README and of docs/training-loop.md runs as it stands, one block after another."""
 
 from __future__ import annotations
 
@@ -10,8 +10,15 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def python_blocks(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+
+
+BLOCKS = python_blocks(README)
 
 
 @pytest.fixture
@@ -60,9 +67,30 @@ def test_every_block_is_run() -> None:
     assert len(BLOCKS) == 3
 
 
+def test_the_page_on_training_loops(names: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    engine = torch.rand(2, 5) - 2.0
+    names |= {"torch": torch, "temperature": 0.7, "rewards": torch.tensor([1.0, 0.0]), "group": torch.tensor([0, 0])}
+    names |= {"engine_log_probs": engine, "optimizer": torch.optim.SGD(names["model"].parameters(), 0.1)}
+    before = names["model"].lm_head.weight.clone()
+    for block in python_blocks((ROOT / "docs" / "training-loop.md").read_text()):
+        exec(block, names)
+    assert names["worst"] < 1e-5
+    torch.testing.assert_close(names["fused_entropy"][names["scored"]], names["entropy"][names["scored"]])
+    assert torch.equal(names["first_ratio"], torch.ones(9))
+    assert names["out"].logits is None
+    assert not torch.equal(names["model"].lm_head.weight, before)
+    trained = names["batch"].unpack(names["trained"])[:, :-1]
+    delta = (trained - engine[:, 1:])[names["completion_mask"][:, 1:] == 1]
+    assert names["found"].tokens == 5
+    assert names["found"].mean_abs_delta == pytest.approx(float(delta.abs().mean()))
+    assert "share_outside" in capsys.readouterr().out
+    assert float(names["loss"].detach()) == pytest.approx(0.0, abs=1e-6)  # two opposite advantages, ratios of 1
+    assert names["model"].lm_head.weight.grad.abs().max() > 0
+
+
 def test_commands_are_those_of_ci() -> None:
     commands = re.findall(r"```bash\n(.*?)\n```", README, re.DOTALL)
-    ci = (Path(__file__).parents[1] / ".ci" / "run").read_text()
+    ci = (ROOT / ".ci" / "run").read_text()
     assert len(commands) == 2
     assert commands[1] in ci
     assert commands[0] == f"{commands[1]} -s demo"
