@@ -151,6 +151,21 @@ def compat(session: nox.Session, transformers: str) -> None:
 
 
 @nox.session(default=False)
+def packed(session: nox.Session) -> None:
+    """Every text family of the newest transformers, packed against each sequence alone; writes docs/packed.md."""
+    install(session, TESTED_WITH["hf"])
+    session.run("python", "tests/packed/families.py", *session.posargs, env=ENV)
+
+
+@nox.session(default=False)
+def zoo(session: nox.Session) -> None:
+    """Binds a tiny model of every family of the newest transformers; writes docs/heads.md."""
+    # Some families' towers need the last three, if only to be built.
+    install(session, TESTED_WITH["hf"], TRANSFORMERS["5.x"], "scipy", "timm", "torchvision")
+    session.run("python", "tests/zoo/run.py", *session.posargs, env={**ENV, "OMP_NUM_THREADS": "1"})
+
+
+@nox.session(default=False)
 def demo(session: nox.Session) -> None:
     """Scores a real file with a small real model, checks it, and trains a few steps."""
     install(session, ["core", "torch", "hf"], "gguf", "accelerate")
