@@ -220,7 +220,7 @@ def test_a_head_that_is_not_understood_is_refused(case: str, make_model: Any) ->
 def test_a_model_that_does_not_run_on_input_ids_says_so(make_model: Any) -> None:
     model = make_model()
     model.__class__ = type("Picky", (LlamaForCausalLM,), {"forward": lambda self, pixels, **kwargs: None})
-    with pytest.raises(UnsupportedError, match=r"Picky does not run on input_ids alone: TypeError.*pixels"):
+    with pytest.raises(UnsupportedError, match=r"Picky does not run on text alone.*TypeError.*pixels"):
         bind(model)
 
 

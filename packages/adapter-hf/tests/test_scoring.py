@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
 
 import logitless_hf
 from logitless.errors import InvalidInputError, NotFoundError
@@ -236,3 +237,25 @@ def test_an_error_in_the_trunk_puts_the_head_back(make_model: Any, tokens: Tenso
     with pytest.raises((IndexError, RuntimeError)):
         model(torch.full_like(tokens, 1000), return_log_probs=True)
     assert model.lm_head is head
+
+
+def test_an_encoder_decoder_scores_what_its_decoder_is_given(tokens: Tensor, check: Any) -> None:
+    """T5, whose hidden states are scaled before the head."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 101, "d_model": 32, "d_ff": 48, "d_kv": 8, "num_layers": 2, "num_heads": 4}
+    model: Any = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)).double().eval()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(20)
+    bind(model)
+    decoder_ids, mask = tokens.roll(1, 0)[:, :5], torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0]])
+    inputs = {"input_ids": tokens, "decoder_input_ids": decoder_ids, "decoder_attention_mask": mask}
+    out = model(**inputs, return_log_probs=True)
+    live = F.pad(mask[:, 1:], (0, 1)) == 1
+    targets = check.shift(decoder_ids).masked_fill(~live, -100)
+    expected = check.own_scores(model, targets, **inputs)
+    torch.testing.assert_close(out.log_probs, expected[0], rtol=1e-9, atol=1e-9)
+    got = check.gradients(model, (out.log_probs, out.entropy))
+    check.gradients_equal(got, check.gradients(model, expected), rtol=1e-6)
+    for wrong in ({"input_ids": tokens}, {**inputs, "labels": decoder_ids}):
+        with pytest.raises(InvalidInputError, match="decoder_input_ids"):
+            model(**wrong, return_log_probs=True)

@@ -8,6 +8,7 @@ refuses what depends on the batch row, the position, the vocab row or the other 
 
 from __future__ import annotations
 
+import inspect
 import math
 import random
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ from logitless.errors import UnsupportedError
 from logitless_hf.capture import capture
 from logitless_hf.head import find_head
 
-__all__ = ["Transform", "identify", "probe_tokens", "undisturbed"]
+__all__ = ["Transform", "identify", "probe_inputs", "probe_tokens", "undisturbed"]
 
 BATCH, LENGTH = 2, 4
 SMALLEST, LARGEST = 2.0**-12, 2.0**24  # the one tells the slope, the other a cap
@@ -134,6 +135,18 @@ def probe_tokens(model: nn.Module) -> Tensor:
     return torch.tensor(tokens, device=device).view(BATCH, LENGTH)
 
 
+def probe_inputs(model: nn.Module) -> dict[str, Tensor]:
+    """The probe's tokens, by the names that the model's forward has for text: an encoder-decoder takes them twice, and
+    some vision-language models want to be told, when they train, that none of them is an image's."""
+    tokens = probe_tokens(model)
+    inputs, taken = {"input_ids": tokens}, inspect.signature(type(model).forward).parameters
+    if "decoder_input_ids" in taken:
+        inputs["decoder_input_ids"] = tokens
+    if "mm_token_type_ids" in taken:
+        inputs["mm_token_type_ids"] = torch.zeros_like(tokens)
+    return inputs
+
+
 def _points(vocab: int) -> Tensor:
     """[BATCH, LENGTH, vocab] float64, each of POINTS many times over, in a fixed random order."""
     generator = torch.Generator().manual_seed(0)
@@ -154,7 +167,7 @@ def _observe(model: nn.Module, call: Callable[..., Any], points: Tensor) -> tupl
         return points.to(hidden.device, torch.float32 if hidden.device.type == "mps" else torch.float64)
 
     with torch.enable_grad(), _tracked(model) as names:
-        output, _, _ = capture(model, lambda: call(input_ids=probe_tokens(model)), answer)
+        output, _, _ = capture(model, lambda: call(**probe_inputs(model)), answer)
         logits = getattr(output, "logits", None)
         if not isinstance(logits, Tensor):
             raise UnsupportedError(f"the output, a {type(output).__qualname__}, has no logits")
@@ -216,7 +229,7 @@ def identify(model: nn.Module, call: Callable[..., Any]) -> Transform:
 
     Args:
         model: holds the head; to be run inside `undisturbed`.
-        call: runs the model's own forward: `call(input_ids=...)` gives an output with logits.
+        call: runs the model's own forward: `call(**probe_inputs(model))` gives an output with logits.
 
     Raises:
         UnsupportedError: it is not understood; the message says why.

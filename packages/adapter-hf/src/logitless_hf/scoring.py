@@ -18,7 +18,7 @@ from logitless_hf.capture import call_head, capture
 from logitless_hf.head import find_head, has_weights
 from logitless_hf.labels import IGNORE_INDEX, next_token_labels
 from logitless_hf.outputs import CausalLMOutputForPPO, scored_output
-from logitless_hf.probe import Transform, identify, probe_tokens, undisturbed
+from logitless_hf.probe import Transform, identify, probe_inputs, undisturbed
 from logitless_hf.sharding import HeadRows, Results
 
 __all__ = ["HeadReport", "Options", "Uncast", "examine", "scored_forward"]
@@ -29,6 +29,9 @@ class Uncast:
 
     def __init__(self, temperature: Tensor | float) -> None:
         self.temperature = temperature
+
+
+OTHERWISE = "if this cannot be helped, score the model from its own logits"
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,10 +134,19 @@ def _prepare(model: nn.Module, forward: Callable[..., Any], call: dict[str, Any]
             call[name] = value
 
 
-def _targets(options: Options, call: Mapping[str, Any]) -> Tensor:
+def _targets(options: Options, call: Mapping[str, Any], encoder_decoder: bool) -> Tensor:
     """The token that each position scores."""
     if options.shift_labels is not None:
         return options.shift_labels
+    if encoder_decoder:
+        tokens = call.get("decoder_input_ids")
+        if tokens is None or options.labels is not None:
+            raise InvalidInputError(
+                "decoder_input_ids: expected for an encoder-decoder, without labels; the token after each of them is "
+                "scored, or what shift_labels say"
+            )
+        names = ("attention_mask", "position_ids")
+        return next_token_labels(tokens, {name: call.get(f"decoder_{name}") for name in names})
     tokens = options.labels if options.labels is not None else call.get("input_ids")
     if tokens is None:
         raise InvalidInputError("labels: got none, and no input_ids to take them from; pass labels or shift_labels")
@@ -156,7 +168,7 @@ def _temperature(given: Tensor | float | Uncast) -> Tensor | float:
 def _stand_in_call(model: nn.Module, call: Mapping[str, Any]) -> dict[str, Any]:
     """A call for one token in place of none: families reshape by what is there, and every rank must run its trunk."""
     rest = {name: value for name, value in call.items() if not isinstance(value, Tensor)}
-    return {**rest, "input_ids": probe_tokens(model)[:1, :1]}
+    return {**rest, **{name: value[:1, :1] for name, value in probe_inputs(model).items()}}
 
 
 def scored_forward(
@@ -177,7 +189,7 @@ def scored_forward(
     options = Options(**{name: call.pop(name) for name in OPTIONS if name in call})
     temperature = _temperature(options.temperature)
     _prepare(model, forward, call)
-    targets = _targets(options, call)
+    targets = _targets(options, call, "decoder_input_ids" in _parameters(forward)[0])
     empty = targets.numel() == 0
     if empty:
         call = _stand_in_call(model, call)
@@ -234,11 +246,15 @@ def examine(model: nn.Module, plain: Callable[..., Any], scored: Callable[..., C
             logits = _own_logits(model, plain)
             report = HeadReport.of(model, identify(model, plain))
             _self_check(model, report, logits, partial(scored, report))
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{error}; {OTHERWISE}") from error
     except (LogitlessError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        name = type(model).__qualname__
-        raise UnsupportedError(f"{name} does not run on input_ids alone: {type(error).__name__}: {error}") from error
+        raise UnsupportedError(
+            f"{type(model).__qualname__} does not run on text alone, so what it does to its logits cannot be tried "
+            f"out: {type(error).__name__}: {error}; {OTHERWISE}"
+        ) from error
     return report
 
 
@@ -247,7 +263,7 @@ def _own_logits(model: nn.Module, plain: Callable[..., Any]) -> Tensor:
     """What the model makes of the probe's tokens, in eval mode; [batch, position, vocabulary]."""
     for module in model.modules():
         module.training = False
-    output = plain(input_ids=probe_tokens(model))
+    output = plain(**probe_inputs(model))
     logits = getattr(output, "logits", None)
     if not isinstance(logits, Tensor) or isinstance(logits, DTensor):
         got = f"{type(logits).__qualname__} as" if logits is not None else "no"
@@ -267,9 +283,9 @@ def _self_check(
             f"the model gives {logits.shape[-1]} of {report.vocab_size} logits: a tensor-parallel plan that leaves "
             "them sharded? Gather the head's output (transformers: colwise_gather_output)"
         )
-    tokens, temperature = probe_tokens(model), 0.7
-    labels = (torch.arange(tokens.numel(), device=logits.device).view(tokens.shape) * 7919) % logits.shape[-1]
-    scores = scored(input_ids=tokens, shift_labels=labels, temperature=temperature)
+    temperature, shape = 0.7, logits.shape[:-1]
+    labels = (torch.arange(shape.numel(), device=logits.device).view(shape) * 7919) % logits.shape[-1]
+    scores = scored(**probe_inputs(model), shift_labels=labels, temperature=temperature)
     if scores.log_probs is None or scores.entropy is None:
         raise UnsupportedError("the model's forward does not pass the scores on")
     log_p = (logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature).log_softmax(-1)
