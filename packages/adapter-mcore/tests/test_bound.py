@@ -91,10 +91,12 @@ def options(rank: int, size: int, hf: Any, sp: bool) -> None:
         generator = torch.Generator().manual_seed(1)
         temperature = 0.5 + torch.rand(sum(plain.padded_lengths), generator=generator)
         advantages = torch.randn(temperature.shape, generator=generator)
+        of_layout = []
         for layout in ("thd", "bshd"):
             forward = make_forward(gpt, layout)
             gpt.zero_grad()
             whole = forward(plain, temperature=temperature)
+            of_layout.append(torch.stack([whole.log_probs.detach(), whole.entropy.detach()]))
             (advantages * whole.log_probs - 0.1 * whole.entropy).sum().backward()
             grads = {name: p.grad.clone() for name, p in gpt.named_parameters()}
 
@@ -122,6 +124,7 @@ def options(rank: int, size: int, hf: Any, sp: bool) -> None:
             same = plain.unpack(forward(plain, temperature=0.5).log_probs)
             some = aligned.unpack((aligned.labels != -100).float()).bool()
             torch.testing.assert_close(aligned.unpack(longer.log_probs), same * some, rtol=0, atol=1e-5)
+        torch.testing.assert_close(*of_layout, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(("tp", "sp"), [(1, False), (2, False), (2, True)], ids=["tp1", "tp2", "tp2-sp"])

@@ -12,6 +12,7 @@ from torch import nn
 
 from logitless import ForwardFn
 from logitless.errors import InvalidInputError
+from logitless_mcore.registry import ARCHITECTURES
 
 __all__ = ["McoreAdapter"]
 
@@ -44,13 +45,15 @@ class McoreAdapter:
         return make_forward(model, layout, backend)
 
     def inspect(self, path: str) -> Mapping[str, Any]:
-        """Whether a Hugging Face checkpoint's architecture is one that Megatron models are made for.
+        """Whether a Hugging Face checkpoint's architecture is one that `get_mcore_forward_fn` and its like know.
 
         Raises:
             InvalidInputError: the folder holds no config.json.
         """
         config = Path(path) / "config.json"
         if not config.is_file():
-            raise InvalidInputError(f"{path}: holds no config.json")
-        architectures = json.loads(config.read_text()).get("architectures") or []
-        return {"architectures": architectures}
+            raise InvalidInputError(f"{path}: expected a local folder with a config.json")
+        named = json.loads(config.read_text()).get("architectures") or [None]
+        known = named[0] in ARCHITECTURES
+        reason = None if known else f"expected one of {', '.join(ARCHITECTURES)}"
+        return {"architecture": named[0], "understood": known, "reason": reason}
