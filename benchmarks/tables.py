@@ -36,6 +36,7 @@ LABELS = {  # rows of this op by what a reader calls
     "kept, entropy_grad=False": "kept, `entropy_grad=False`",
     "single pass": "`linear_policy_loss`",
     "single pass, 1.25 GiB": "`linear_policy_loss`, 1.25 GiB workspace",
+    "single pass, 2.5 GiB": "`linear_policy_loss`, 2.5 GiB workspace",
     "single pass, grad_buffer": "`linear_policy_loss`, `grad_buffer`",
 }
 NOTES = {"both": "", "log-prob": ", no entropy", "loss": ", loss only"}

@@ -103,13 +103,13 @@ WAYS = {
     "kept": "keep_bytes for all logits",
     "kept-log-probs": "the same with entropy_grad=False",
     "single-pass": "linear_policy_loss",
-    "wide": "linear_policy_loss with 1.25 GiB of workspace",
+    "wide": "linear_policy_loss with 2.5 GiB of workspace",
     "buffer": "linear_policy_loss with an fp32 grad_buffer",
     "half-kept": "keep_bytes for half of the logits",
     "unvalidated": "forward and recompute with validate=False",
     "ignored": "recompute with half, and nine tenths, of the labels ignored",
 }
-WIDE = 5 << 28
+WIDE = 5 << 29
 
 
 def _recomputed(inputs: Inputs, backend: str) -> Iterator[tuple[str, Candidate]]:
@@ -152,7 +152,7 @@ def _made_once(inputs: Inputs, backend: str, ways: Collection[str]) -> Iterator[
     yield row("half-kept", "kept, half", kept(inputs.weight.element_size() * logits // 2))
     yield row("kept-log-probs", "kept, entropy_grad=False", kept(8 * logits, entropy_grad=False), "log-prob")
     yield row("single-pass", "single pass", single())
-    yield row("wide", "single pass, 1.25 GiB", single(workspace_bytes=WIDE))
+    yield row("wide", "single pass, 2.5 GiB", single(workspace_bytes=WIDE))
     if "buffer" in ways:
         buffer = torch.zeros_like(inputs.weight, dtype=torch.float32)
         yield row("buffer", "single pass, grad_buffer", single(buffer=buffer))

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from logitless.head import LMHead
-from logitless.reference import head_logits
+from logitless.reference import head_logits, raw_logits, scores_of, tempered
 from logitless.testing.example import Example, Results
 from logitless.types import TokenLogProbs
 
@@ -75,20 +73,13 @@ def check_scores(got: TokenLogProbs, example: Example, truth: TokenLogProbs | No
 
 
 def _logit_gradient(example: Example) -> Tensor:
-    """dz with respect to the raw logits h·W + b + u·B, [..., V]: the reference on an identity head gives it."""
+    """dz with respect to the raw logits h·W + b + u·B, [..., V], in float64."""
     exact = example.to(torch.float64)
-    bare = LMHead(exact.head.weight, bias=exact.head.bias, lora=exact.head.lora)
-    raw = head_logits(exact.hidden, bare)
-    head = LMHead(torch.eye(raw.shape[-1], dtype=raw.dtype, device=raw.device))
-    head = replace(head, scale=example.head.scale, softcap=example.head.softcap, vocab_size=example.head.vocab_size)
-    if raw.isinf().any():  # a -inf column times the identity's zeros would be NaN: no row of it, and no gradient
-        finite = raw.masked_fill(raw.isinf(), 0.0)
-        columns = _rows(raw.isinf()).any(0)
-        head = replace(head, bias=raw.new_zeros(raw.shape[-1]).masked_fill(columns, -math.inf))
-        raw = finite
-    dz = replace(exact, hidden=raw, head=head).reference().gradients["hidden"]
-    assert dz is not None
-    return dz
+    raw = raw_logits(exact.hidden, exact.head).detach().requires_grad_()
+    scores = scores_of(tempered(raw, exact.head, exact.temperature), exact.labels, exact.ignore_index)
+    assert scores.entropy is not None
+    upstream = (exact.grad_log_probs, exact.grad_entropy)
+    return torch.autograd.grad((scores.log_probs, scores.entropy), raw, upstream)[0]
 
 
 def _rounded(dz: Tensor, dtype: torch.dtype) -> Tensor:
