@@ -103,8 +103,8 @@ def test_bad_calls(make_model: Any) -> None:
         forward(batch.input_ids)
     with pytest.raises(UnsupportedError, match="batch: is a shard"):
         forward(batch.shard(0, 2))
-    with pytest.raises(UnsupportedError, match="multi_modal_inputs: got pixel_values"):
-        forward(batch, multi_modal_inputs={"pixel_values": torch.zeros(1)})
+    with pytest.raises(InvalidInputError, match="multi_modal_inputs: got labels, use_cache, which the batch"):
+        forward(batch, multi_modal_inputs={"use_cache": True, "labels": None, "pixel_values": torch.zeros(1)})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -142,7 +142,7 @@ def test_positions_that_do_not_count_from_0(layout: str, make_model: Any, check:
     model = make_model("roberta", is_decoder=True, type_vocab_size=1)
     expected, _ = alone(check, model)
     if layout != "bshd":
-        with pytest.raises(UnsupportedError, match="off at the positions that packing gives, which count from 0"):
+        with pytest.raises(UnsupportedError, match="its positions do not count from 0"):
             logitless.make_forward(model, layout)
         return
     out = logitless.make_forward(model, layout)(PackedBatch.from_sequences(sequences()))

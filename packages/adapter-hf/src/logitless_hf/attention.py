@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from logitless.errors import UnsupportedError
-from logitless_hf.recurrent import by_sequence, recurrent_layers
+from logitless_hf.recurrent import by_sequence, recurrent_layers, text_model
 
 __all__ = ["FLASH", "attention_configs", "implementations", "packed_attention"]
 
@@ -294,13 +294,28 @@ def _register() -> None:
             AttentionMaskInterface.register(name, _packed_mask)
 
 
+def _tower_configs(model: nn.Module) -> set[int]:
+    """Ids of configs that only modules beside the text model have: those of vision and audio towers."""
+    text = text_model(model)
+    own: set[int] = set()
+    others: set[int] = set()
+    inside = set(text.modules())
+    for module in model.modules():
+        config = module.__dict__.get("config")
+        if config is not None:
+            beside = module not in inside and not any(child is text for child in module.modules())
+            (others if beside else own).add(id(config))
+    return others - own
+
+
 def attention_configs(model: nn.Module) -> list[Any]:
-    """Every config that a module of the model reads its attention implementation from, sub-configs too."""
+    """Every config that a module of the text model reads its attention implementation from, sub-configs too."""
     found: dict[int, Any] = {}
+    towers = _tower_configs(model)
     waiting = [module.__dict__.get("config") for module in model.modules()]
     while waiting:
         config = waiting.pop()
-        if KEY in getattr(config, "__dict__", {}) and id(config) not in found:
+        if KEY in getattr(config, "__dict__", {}) and id(config) not in found and id(config) not in towers:
             found[id(config)] = config
             waiting.extend(config.__dict__.values())
     return list(found.values())
@@ -309,7 +324,9 @@ def attention_configs(model: nn.Module) -> list[Any]:
 def _choices(model: nn.Module) -> list[tuple[dict[str, Any], str]]:
     """Where the names of attention implementations stand: configs, and modules that keep a copy."""
     found = [(config.__dict__, KEY) for config in attention_configs(model)]
-    copies = [module.__dict__ for module in model.modules() if "_attn_implementation" in module.__dict__]
+    towers = _tower_configs(model)
+    modules = (module for module in model.modules() if id(module.__dict__.get("config")) not in towers)
+    copies = [module.__dict__ for module in modules if "_attn_implementation" in module.__dict__]
     return found + [(copy, "_attn_implementation") for copy in copies]
 
 

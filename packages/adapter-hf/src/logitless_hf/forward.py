@@ -31,6 +31,13 @@ from logitless_hf.scoring import Uncast
 __all__ = ["PackedForward", "make_forward"]
 
 Borders = Literal["packed", "flash", "positions"]
+# What a call is made of besides media, and which media keywords have a value for each token.
+OWN_KEYWORDS = {
+    *("input_ids", "inputs_embeds", "attention_mask", "position_ids", "labels", "shift_labels", "temperature"),
+    *("entropy", "entropy_grad", "loss_fn", "keep_bytes", "return_log_probs", "use_cache", "past_key_values", "cache"),
+}
+OF_TOKENS = {"token_type_ids", "mm_token_type_ids"}
+INSTEAD = "; use layout='bshd'"
 SOFTENED = 64.0  # a temperature at which no token is so certain that it has no gradient
 LONGEST_PROBE = 256  # tokens: a window or chunk that is longer is not tried out
 
@@ -40,8 +47,9 @@ def _check_batch(batch: Any, multi_modal_inputs: Mapping[str, Any] | None) -> No
         raise InvalidInputError(f"batch: got {type(batch).__qualname__}, expected a logitless.PackedBatch")
     if batch.shard_of is not None:
         raise UnsupportedError("batch: is a shard; logitless-hf runs whole batches, so call shard() on none of them")
-    if multi_modal_inputs:
-        raise UnsupportedError(f"multi_modal_inputs: got {', '.join(multi_modal_inputs)}; only text is served yet")
+    taken = sorted(OWN_KEYWORDS.intersection(multi_modal_inputs or ()))
+    if taken:
+        raise InvalidInputError(f"multi_modal_inputs: got {', '.join(taken)}, which the batch and this call determine")
 
 
 def _one_row(batch: PackedBatch) -> PaddedBatch:
@@ -80,9 +88,15 @@ class PackedForward:
         keep_bytes: int = 0,
         multi_modal_inputs: Mapping[str, Any] | None = None,
     ) -> CausalLMOutputForPPO:
-        """As `logitless.ForwardFn`; `loss_fn` gets indices of batch order, and has no use for `keep_bytes`."""
+        """As `logitless.ForwardFn`; `loss_fn` gets indices of batch order, and has no use for `keep_bytes`.
+
+        Args:
+            multi_modal_inputs: the family's own keywords (`pixel_values`, `image_grid_thw`, ...), images in the order
+                of the batch's sequences; `token_type_ids` and `mm_token_type_ids` are [T], in batch order.
+        """
         _check_batch(batch, multi_modal_inputs)
         rows = batch.to_padded() if self.layout == "bshd" else _one_row(batch)
+        media = self._media(batch, rows, multi_modal_inputs or {})
         if isinstance(temperature, Tensor) and temperature.ndim:
             temperature = rows.to_rows(temperature, 1.0)
 
@@ -103,12 +117,29 @@ class PackedForward:
                 loss_fn=None if loss_fn is None else by_packed_index,
                 keep_bytes=keep_bytes,
                 **self._mask(batch, rows),
+                **media,
             )
         for name in ("log_probs", "entropy"):
             scores = getattr(out, name)
             if scores is not None:
                 setattr(out, name, rows.to_packed(scores))
         return out
+
+    def _media(self, batch: PackedBatch, rows: PaddedBatch, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Keywords of images and the like, as the rows need them."""
+        if self.layout != "bshd" and self.borders == "positions" and batch.position_ids.shape[:-1] == (3,):
+            raise InvalidInputError(
+                "batch.position_ids: got [3, T], which tells no sequences apart for this attention; give [4, T], each "
+                "token's place in its sequence first, or load the model with attn_implementation='sdpa'"
+            )
+        if inputs and batch.position_ids.ndim == 1:
+            axes = next((m for m in self.model.modules() if hasattr(m, "get_rope_index")), None)
+            if axes is not None:
+                raise InvalidInputError(
+                    "batch.position_ids: got [T], expected [3, T] for a model whose images have positions of three "
+                    f"axes; make them by {type(axes).__qualname__}.get_rope_index, and give them to PackedBatch"
+                )
+        return {name: rows.to_rows(x, 0) if name in OF_TOKENS and x is not None else x for name, x in inputs.items()}
 
     @contextmanager
     def _told_if_too_long(self, rows: PaddedBatch) -> Iterator[None]:
@@ -248,13 +279,10 @@ def _fault(forward: PackedForward) -> str | None:
     if forward.layout == "bshd":
         return f"two sequences in rows padded on the right score {worst:.3g} nats off what each scores alone"
     if not leaks and not float(off[:begin].max()) <= bearable:
-        return (
-            f"scores {worst:.3g} nats off at the positions that packing gives, which count from 0; its own do not, so "
-            "packed sequences cannot be served; use layout='bshd'"
-        )
+        return f"its positions do not count from 0 as those of packed sequences do: scores are {worst:.3g} nats off"
     return (
         f"two sequences packed in one row score {max(worst, moved):.3g} nats off what each scores alone, so its "
-        "attention does not tell them apart by position_ids; use layout='bshd'"
+        "attention does not tell them apart by position_ids"
     )
 
 
@@ -284,16 +312,16 @@ def _packed(model: nn.Module, layout: str) -> PackedForward:
         except torch.OutOfMemoryError:
             raise
         except LogitlessError as error:
-            why = str(error)
+            why = str(error).removesuffix(INSTEAD)
         except Exception as error:  # a family may stumble over a mask that is none
             why = f"{type(error).__name__} ({error})"
         if not why:
             return forward
-        tried = f" (attention within each sequence was tried before: {why})"
+        tried = f" (nor by attention within each sequence: {why})"
     forward = PackedForward(model, layout, "flash" if found and found <= FLASH else "positions")
     why = _fault(forward)
     if why:
-        raise _refused(model, why + tried)
+        raise _refused(model, f"{why}{tried}{INSTEAD}")
     chunks = [config.__dict__.get("attention_chunk_size") for config in attention_configs(model)]
     if any(isinstance(chunk, int) and chunk > LONGEST_PROBE for chunk in chunks):
         raise _refused(

@@ -17,17 +17,21 @@ from torch import Tensor, nn
 
 from logitless.errors import UnsupportedError
 
-__all__ = ["by_sequence", "recurrent_layers"]
+__all__ = ["by_sequence", "recurrent_layers", "text_model"]
 
 DECAYS = {"A_log", "slope_rate"}
 
 
-def recurrent_layers(model: nn.Module) -> list[nn.Module]:
-    """Those of the text model, outermost first; none of a vision or audio tower's."""
+def text_model(model: nn.Module) -> nn.Module:
+    """The module that owns the token embeddings: a vision or audio tower lies beside it."""
     embeddings: Any = model.get_input_embeddings()  # type: ignore[operator]
-    text = next((m for m in model.modules() if any(child is embeddings for child in m.children())), model)
+    return next((m for m in model.modules() if any(child is embeddings for child in m.children())), model)
+
+
+def recurrent_layers(model: nn.Module) -> list[nn.Module]:
+    """Those of the text model, none inside another."""
     found: list[nn.Module] = []
-    for module in text.modules():
+    for module in text_model(model).modules():
         owns = any(isinstance(child, nn.Conv1d) for child in module.children())
         owns = owns or not DECAYS.isdisjoint(module._parameters.keys() | module._buffers.keys())
         if owns and not any(module in set(outer.modules()) for outer in found):
