@@ -166,6 +166,14 @@ def zoo(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def matrix(session: nox.Session) -> None:
+    """Families × {plain, checkpointing, LoRA head, offload, compile, DDP, FSDP2}; writes docs/matrix.md."""
+    install(session, TESTED_WITH["hf"], tests_of="hf")
+    env = {**ENV, "LOGITLESS_MATRIX": str(ROOT / "docs/matrix.md")}
+    session.run("pytest", f"{FOLDERS['hf']}/tests/test_matrix.py", *session.posargs, env=env)
+
+
+@nox.session(default=False)
 def demo(session: nox.Session) -> None:
     """Scores a real file with a small real model, checks it, and trains a few steps."""
     install(session, ["core", "torch", "hf"], "gguf", "accelerate")
