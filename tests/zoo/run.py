@@ -9,7 +9,6 @@ is wrong. Without `--only`, the table is written.
 from __future__ import annotations
 
 import argparse
-import importlib
 import multiprocessing
 import re
 import resource
@@ -24,7 +23,6 @@ from typing import Any
 
 import torch
 import transformers
-from verdict import judge
 
 NAMES = re.compile(r"^class (\w+(?:ForCausalLM|LMHeadModel|ForConditionalGeneration))\(", re.MULTILINE)
 CPU_SECONDS, SECONDS, BYTES = 60, 600, 12 << 30  # for each class
@@ -50,6 +48,8 @@ def classes() -> Iterator[tuple[str, str]]:
 def _child(pipe: Connection, module: str, name: str) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
+    from verdict import judge  # here, so that the parent need not load it all
+
     try:
         pipe.send(judge(module, name))
     except BaseException as error:
@@ -129,8 +129,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=Path(__file__).parents[2] / "docs/heads.md")
     options = parser.parse_args()
     tasks = [task for task in classes() if not options.only or re.fullmatch(options.only, task[1])]
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["verdict"])
-    importlib.import_module("verdict")
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["warm"])
     rows = []
     with ThreadPoolExecutor(options.jobs) as pool:
         for row in pool.map(in_a_process, tasks):
