@@ -23,11 +23,13 @@ class _FlattenedByItems:
     """A pytree node by its items: `values` is a field here, and transformers' flattening calls `output.values()`."""
 
     def __init_subclass__(cls) -> None:
+        made = cls.__dict__.get("_rebuilt_as", cls)
+
         def flatten(output: Any) -> tuple[list[Any], tuple[str, ...]]:
             return [value for _, value in output.items()], tuple(output.keys())
 
         def unflatten(values: Iterable[Any], keys: tuple[str, ...]) -> Any:
-            return cls(**dict(zip(keys, values, strict=True)))
+            return made(**dict(zip(keys, values, strict=True)))
 
         register_pytree_node(cls, flatten, unflatten, serialized_type_name=f"{cls.__module__}.{cls.__qualname__}")
         registered: set[type] = getattr(generic, "_registered_model_output_types", set())
@@ -42,7 +44,7 @@ class CausalLMOutputForPPO(_FlattenedByItems, CausalLMOutputWithPast):
         log_probs: [batch, sequence] nats; at position t that of its label (the next token); 0.0 where ignored.
         entropy: the same shape, nats; None if it was not asked for.
         loss: what the call's `loss_fn` gave, summed; None without one.
-        values: None; for value models.
+        values: [batch, sequence] of a value model, whose other scores are None; else None.
         aux_loss: the router's loss, where the family returns one.
     """
 
@@ -70,14 +72,19 @@ def _extra(output: Any) -> tuple[str, ...]:
     return tuple(field.name for field in fields(output) if field.name not in _OWN)
 
 
-@functools.cache
+_classes: dict[tuple[str, ...], type[CausalLMOutputForPPO]] = {}  # a dict, since dynamo traces into what is cached
+
+
 def _with_fields(extra: tuple[str, ...]) -> type[CausalLMOutputForPPO]:
     """The class that also has these fields: transformers takes a field that is not declared for a mistake."""
     if not extra:
         return CausalLMOutputForPPO
-    declared = [(name, Any, None) for name in extra]
-    cls = make_dataclass(CausalLMOutputForPPO.__name__, declared, bases=(CausalLMOutputForPPO,))
-    cls.__module__, cls.__doc__ = CausalLMOutputForPPO.__module__, CausalLMOutputForPPO.__doc__
+    cls = _classes.get(extra)
+    if cls is None:  # at the check that `bind` makes, so not while compiling
+        declared = [(name, Any, None) for name in extra]
+        cls = make_dataclass(CausalLMOutputForPPO.__name__, declared, bases=(CausalLMOutputForPPO,))
+        cls.__module__, cls.__doc__ = CausalLMOutputForPPO.__module__, CausalLMOutputForPPO.__doc__
+        _classes[extra] = cls
     return cls
 
 
@@ -86,52 +93,44 @@ def _rebuild(extra: tuple[str, ...], values: dict[str, Any]) -> CausalLMOutputFo
 
 
 def scored_output(
-    family: Any, log_probs: Tensor, entropy: Tensor | None, loss: Tensor | None = None
+    family: Any,
+    log_probs: Tensor | None,
+    entropy: Tensor | None,
+    loss: Tensor | None = None,
+    values: Tensor | None = None,
 ) -> CausalLMOutputForPPO:
-    """The family's output with scores in place of its (empty) logits."""
+    """The family's output with scores, or values, in place of its logits."""
     if not isinstance(family, generic.ModelOutput):
         raise UnsupportedError(f"the model returned a {type(family).__qualname__}, expected a ModelOutput")
     kept = {name: value for name, value in family.items() if name not in ("loss", "logits")}
-    return _with_fields(_extra(family))(**kept, log_probs=log_probs, entropy=entropy, loss=loss)
+    return _with_fields(_extra(family))(**kept, log_probs=log_probs, entropy=entropy, loss=loss, values=values)
 
 
-class _InDDP(OrderedDict[str, Any]):
-    """An output on its way through DDP, with a dict's `values()`; DDP flattens it, and what it rebuilds is `output`."""
-
-    def __init__(self, output: CausalLMOutputForPPO) -> None:
-        super().__init__(output.items())
-        self._output = output
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self._output, name)
+def _values_for_ddp(output: Any) -> Any:
+    values = output.__dict__["values"]
+    return functools.partial(OrderedDict.values, output) if values is None else values
 
 
-def _flatten_in_ddp(output: _InDDP) -> tuple[list[Any], tuple[type[CausalLMOutputForPPO], tuple[str, ...]]]:
-    return list(output.values()), (type(output._output), tuple(output))
+@functools.cache
+def _in_ddp(cls: type[CausalLMOutputForPPO]) -> type[CausalLMOutputForPPO]:
+    """Of outputs on their way through DDP: `values` is a dict's method, where there are no values."""
+    values = property(_values_for_ddp, lambda output, values: output.__dict__.update(values=values))
+    return type(cls.__name__, (cls,), {"values": values, "_rebuilt_as": cls})
 
 
-def _unflatten_in_ddp(values: Iterable[Any], context: tuple[type[CausalLMOutputForPPO], tuple[str, ...]]) -> Any:
-    cls, keys = context
-    return cls(**dict(zip(keys, values, strict=True)))
-
-
-register_pytree_node(_InDDP, _flatten_in_ddp, _unflatten_in_ddp)
-
-
-def for_ddp(output: CausalLMOutputForPPO) -> Any:
-    """What DDP can look through, where this forward is run by one that looks for unused parameters; else `output`.
+def for_ddp(output: CausalLMOutputForPPO) -> CausalLMOutputForPPO:
+    """Let DDP look through an output, where this forward is run by one that looks for unused parameters.
 
     It then calls `values()` of each dict that it is given, which the field of that name hides, and hands its caller
-    a copy rebuilt from the leaves, which is the output again.
+    a copy rebuilt from the leaves, which is as `output` was.
     """
     ddp = DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
     if ddp is None or not ddp.find_unused_parameters or ddp.static_graph:
         return output
     if ddp._use_python_reducer or ddp._delay_all_reduce_all_params:  # it then returns what it got
         return output
-    return _InDDP(output)
+    output.__class__ = _in_ddp(type(output))
+    return output
 
 
 def unrounded(output: Any, scores: CausalLMOutputForPPO | None) -> Any:
