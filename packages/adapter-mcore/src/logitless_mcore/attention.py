@@ -148,7 +148,7 @@ class PackedAttention(nn.Module):
         if _takes_varlen(query, value, self.window) and not dropping:
             left, right = self.window or (-1, -1)
             window = (left, 0 if causal else right)
-            return _varlen(query * self._extra_scale(query), key, value, cu_q, cu_k, longest_q, longest_k, window)
+            return _varlen(query, key, value, cu_q, cu_k, longest_q, longest_k, window, self.scale)
         lengths_q, lengths_k = torch.stack((cu_q, cu_k)).diff().tolist()
         if sum(lengths_q) != query.shape[0] or sum(lengths_k) != key.shape[0]:
             raise InvalidInputError(
@@ -163,10 +163,6 @@ class PackedAttention(nn.Module):
         rows = zip(queries, keys, values, strict=True)
         outs = [self._sdpa(q, k, v, None, causal) for q, k, v in rows]
         return torch.cat(outs, 2).squeeze(0).transpose(0, 1)
-
-    def _extra_scale(self, query: Tensor) -> float:
-        """What the query is multiplied by where the kernel's scale is fixed: torch 2.10's takes none."""
-        return self.scale * math.sqrt(query.shape[-1])
 
     # --- padded rows ----------------------------------------------------------------------------------------------
 
@@ -289,6 +285,7 @@ def _takes_varlen(query: Tensor, value: Tensor, window: tuple[int, ...] | None) 
         and query.is_cuda
         and query.dtype in FLASH_DTYPES
         and query.shape[-1] == value.shape[-1] <= FLASH_HEAD_SIZE
+        and query.shape[-1] % 8 == 0
         and (window is None or "window_size" in found[1])
     )
 
@@ -302,6 +299,7 @@ def _varlen(
     longest_q: int,
     longest_k: int,
     window: tuple[int, int],
+    scale: float,
 ) -> Tensor:
     found = _varlen_attn()
     if found is None:
@@ -310,6 +308,11 @@ def _varlen(
     options: dict[str, Any] = (
         {"window_size": window} if "window_size" in parameters else {"is_causal": window == (-1, 0)}
     )
+    own_scale = query.shape[-1] ** -0.5
+    if "scale" in parameters:
+        options["scale"] = scale
+    elif not math.isclose(scale, own_scale):  # torch 2.10
+        query = query * (scale / own_scale)
     heads, groups = query.shape[1], key.shape[1]
     if heads != groups and "enable_gqa" in parameters:  # torch 2.12
         options["enable_gqa"] = True
