@@ -51,6 +51,15 @@ def rows_of(output: Output) -> list[Row]:
     return [json.loads(line) for line in output.path.read_text().splitlines()]
 
 
+def test_a_merge_tells_of_each_row(output: Output) -> None:
+    output.begin(MANIFEST, resume=False, overwrite=False)
+    for part in range(3):
+        output.write_part(part, [some_row(2 * part), some_row(2 * part + 1)])
+    seen: list[int] = []
+    output.merge(6, 2, {"run": MANIFEST}, double=False, advance=lambda: seen.append(len(seen)))
+    assert seen == list(range(6))
+
+
 def test_nine_digits_carry_float32_and_all_of_them_float64() -> None:
     values = -torch.rand(1000, generator=torch.Generator().manual_seed(0)).log().neg() * 30
     single = row(0, [0], ["a"], values.tolist(), values.tolist(), double=False)

@@ -106,7 +106,15 @@ class _Run:
                 metadata = self._metadata(manifest, encoder, forward, census)
                 double = model.dtype == torch.float64
                 report = self._report(rollout_temperature)
-                output.merge(census.records, options.records_per_part, metadata, double=double, report=report)
+                task = self.progress.add_task("merging records", total=census.records)
+                output.merge(
+                    census.records,
+                    options.records_per_part,
+                    metadata,
+                    double=double,
+                    report=report,
+                    advance=lambda: self.progress.advance(task),
+                )
         return Summary(census.records, census.tokens, records, tokens, None if report is None else report.mismatch)
 
     def _check_records(self, source: InputFile, encoder: Encoder) -> _Census:

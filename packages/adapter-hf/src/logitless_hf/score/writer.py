@@ -18,7 +18,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -198,13 +198,15 @@ class Output:
         *,
         double: bool,
         report: MismatchReport | None = None,
+        advance: Callable[[], None] | None = None,
     ) -> None:
-        """Put the parts together in order, the output in place, and the parts away; raise if a record is lacking."""
+        """Put the parts together in order, the output in place, and the parts away; raise if a record is lacking.
+
+        `report` sees every row and is written beside the output; `advance` is called after each, for a progress bar.
+        """
         self._refuse_takeover()
         target = self._temporary("merged")
-        rows = self._merged(records, records_per_part)
-        if report is not None:
-            rows = _seen_by(report, rows)
+        rows = _watched(self._merged(records, records_per_part), report, advance)
         if self.path.suffix == ".parquet":
             self._merge_parquet(target, rows, metadata, double, rollout=report is not None)
         else:
@@ -344,10 +346,15 @@ class Output:
         temporary.replace(path)
 
 
-def _seen_by(report: MismatchReport, rows: Iterator[tuple[str, Row]]) -> Iterator[tuple[str, Row]]:
+def _watched(
+    rows: Iterator[tuple[str, Row]], report: MismatchReport | None, advance: Callable[[], None] | None
+) -> Iterator[tuple[str, Row]]:
     for line, row in rows:
-        report.see(row)
+        if report is not None:
+            report.see(row)
         yield line, row
+        if advance is not None:
+            advance()
 
 
 def _row_groups(rows: Iterator[tuple[str, Row]]) -> Iterator[list[Row]]:
