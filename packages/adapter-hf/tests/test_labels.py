@@ -74,3 +74,19 @@ def test_labels_are_int64_and_the_tokens_are_not_written() -> None:
 def test_borders_that_cannot_be_told_ask_for_shift_labels(call: dict[str, Any], name: str) -> None:
     with pytest.raises(InvalidInputError, match=f"{name}.*pass shift_labels"):
         next_token_labels(TOKENS, call)
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        ({"position_ids": [[0, 1, 0, 1, 2]], "attention_mask": [[1, 1, 1, 1, 1]]}, "attention_mask"),
+        ({"position_ids": [[[0, 1, 0, 1, 2]]] * 4, "attention_mask": [[1, 1, 1, 1, 0]]}, "attention_mask"),
+        ({"position_ids": [[0, 1, 0, 1, 2]], "use_cache": True}, "use_cache=True"),
+    ],
+)
+def test_packed_sequences_that_transformers_would_mix(call: dict[str, Any], name: str) -> None:
+    given = {name: torch.tensor(value) if isinstance(value, list) else value for name, value in call.items()}
+    with pytest.raises(InvalidInputError, match=f"{name}: given with position_ids that restart .* leave it out"):
+        next_token_labels(TOKENS, given)
+    given["position_ids"] = torch.arange(5).unsqueeze(0)  # one sequence
+    next_token_labels(TOKENS, given)

@@ -1,6 +1,7 @@
 """Which token each position scores: the next one of the same sequence, and nothing at a border.
 
-Shape letters: B rows, S positions. All is done on the device, without reading a value back.
+Shape letters: B rows, S positions. All is done on the device; one value is read back where packed sequences may not
+be kept apart.
 """
 
 from __future__ import annotations
@@ -54,6 +55,23 @@ def _same_by_lengths(cu_seq_lens: Any, shape: tuple[int, int]) -> Tensor:
     return (sequence[:, 1:] == sequence[:, :-1]) & inside[:, 1:]
 
 
+def _check_kept_apart(goes_up: Tensor, call: Mapping[str, Any], shape: tuple[int, int]) -> None:
+    """Refuse a row of several sequences that transformers' attention would mix.
+
+    It tells them apart by positions that restart, but not if it is given a mask or fills a cache.
+    """
+    mask, cache = call.get("attention_mask"), call.get("use_cache")
+    if (mask is None and not cache) or torch.compiler.is_compiling():
+        return
+    restarts = ~goes_up if mask is None else ~goes_up & _same_by_mask(mask, shape).to(goes_up.device)
+    if bool(restarts.any()):
+        given = "attention_mask" if mask is not None else "use_cache=True"
+        raise InvalidInputError(
+            f"{given}: given with position_ids that restart within a row, so transformers' attention would mix the "
+            "packed sequences; leave it out, or use logitless.make_forward"
+        )
+
+
 def next_token_labels(tokens: Tensor, call: Mapping[str, Any]) -> Tensor:
     """Labels [B, S] int64: at t the token at t+1, or IGNORE_INDEX where none of the same sequence follows.
 
@@ -64,7 +82,7 @@ def next_token_labels(tokens: Tensor, call: Mapping[str, Any]) -> Tensor:
         call: what the model was called with, by name.
 
     Raises:
-        InvalidInputError: the borders cannot be told.
+        InvalidInputError: the borders cannot be told, or the call would mix packed sequences.
     """
     if not isinstance(tokens, Tensor) or tokens.ndim != 2:
         raise _no_borders("labels", tokens, "[batch, sequence]")
@@ -82,6 +100,8 @@ def next_token_labels(tokens: Tensor, call: Mapping[str, Any]) -> Tensor:
     for name, rule in borders:
         if call.get(name) is not None:
             found = rule(call[name], shape).to(tokens.device)
+            if name == "position_ids":
+                _check_kept_apart(found, call, shape)
             same = found if same is None else same & found
     following = tokens[:, 1:].long()
     shifted[:, :-1] = following if same is None else following.masked_fill(~same, IGNORE_INDEX)
