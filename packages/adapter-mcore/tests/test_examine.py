@@ -171,14 +171,11 @@ def no_trace(rank: int, size: int, hf: Any) -> None:
         gpt = load(build_gpt(hf.config), hf, False)
         gpt.train()
         gpt.decoder.layers[0].eval()
-        marker = torch.ones(1)
-        gpt.set_input_tensor(marker)
         state, modes = torch.get_rng_state(), [module.training for module in gpt.modules()]
         before = {name: x.clone() for name, x in gpt.state_dict().items() if isinstance(x, Tensor)}
         make_forward(gpt)
         assert torch.equal(torch.get_rng_state(), state)
         assert [module.training for module in gpt.modules()] == modes
-        assert gpt.decoder.input_tensor is marker
         assert all(parameter.grad is None for parameter in gpt.parameters())
         assert all(torch.equal(gpt.state_dict()[name], x) for name, x in before.items())
         assert {"forward", "_forward_impl"}.isdisjoint(gpt.output_layer.__dict__)
@@ -187,6 +184,20 @@ def no_trace(rank: int, size: int, hf: Any) -> None:
 
 def test_examination_leaves_no_trace() -> None:
     run_ranks(1, no_trace, hf_model("llama"))
+
+
+def later_stage(rank: int, size: int, hf: Any, sp: bool) -> None:
+    with parallel(tp=size):
+        gpt = build_gpt(hf.config, sequence_parallel=sp, model={"pre_process": False})
+        given = torch.ones(8 // size if sp else 8, 1, hf.config.hidden_size)
+        gpt.set_input_tensor(given)
+        assert examined(gpt) == Transform()
+        assert gpt.decoder.input_tensor is given
+
+
+@pytest.mark.parametrize(("tp", "sp"), [(1, False), (2, True)], ids=["tp1", "tp2-sp"])
+def test_a_later_stage_keeps_the_input_that_the_schedule_gave_it(tp: int, sp: bool) -> None:
+    run_ranks(tp, later_stage, hf_model("llama"), sp)
 
 
 def changed(rank: int, size: int, hf: Any) -> None:
