@@ -21,6 +21,7 @@ pytest.importorskip("datasets")
 peft = pytest.importorskip("peft")
 
 import trl.trainer.grpo_trainer as grpo_module  # noqa: E402
+from accelerate.state import AcceleratorState  # noqa: E402
 from datasets import Dataset  # noqa: E402
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast  # noqa: E402
@@ -47,6 +48,13 @@ def tokenizer() -> Any:
     core = Tokenizer(models.WordLevel(words, unk_token="w3"))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="w0", bos_token="w1", eos_token="w2")
+
+
+@pytest.fixture(autouse=True)
+def precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test in mixed precision does not leave it to the next: accelerate keeps it in a singleton."""
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture
@@ -78,7 +86,7 @@ def replay(trainer: Any) -> Any:
 
 def build(trainer: Any, model: Any, tokenizer: Any, out: Path, *, peft_config: Any = None, **settings: Any) -> Any:
     config = RLOOConfig if issubclass(trainer, RLOOTrainer) else GRPOConfig
-    settings = {"learning_rate": 0.05, "optim": "sgd", "max_steps": 3, "beta": 0.1, "temperature": 0.7, **settings}
+    settings = {"learning_rate": 0.02, "optim": "sgd", "max_steps": 3, "beta": 0.1, "temperature": 0.7, **settings}
     args = config(
         output_dir=str(out),
         per_device_train_batch_size=4,
@@ -114,7 +122,8 @@ def assert_same(got: list[dict[str, float]], expected: list[dict[str, float]], t
     assert got[0].keys() == expected[0].keys() >= {"entropy", "grad_norm"}
     for ours, theirs in zip(got, expected, strict=True):
         for name, value in theirs.items():
-            assert abs(ours[name] - value) <= tolerance * max(1.0, abs(value)), (name, got, expected)
+            rounding = 1.01e-4 if value == round(value, 4) else 0.0  # of the loss, in the log of transformers 4
+            assert abs(ours[name] - value) <= tolerance * max(1.0, abs(value)) + rounding, (name, got, expected)
 
 
 class FullLogits(GRPOTrainer):  # type: ignore[misc]
@@ -147,7 +156,7 @@ def test_equals_stock(case: str, checkpoint: Any, tokenizer: Any, tmp_path: Path
     expected = history(build(trainer, path, tokenizer, tmp_path, **settings))
     ours = build(with_logitless(trainer, backend="torch"), path, tokenizer, tmp_path, **settings)
     got = history(ours)
-    assert len({log["loss"] for log in got}) > 1  # else equality says nothing
+    assert len({log["entropy"] for log in got}) > 1  # else equality says nothing
     assert_same(got, expected)
     found = status(ours)
     assert found["policy"].calls >= 3
