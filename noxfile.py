@@ -181,10 +181,18 @@ def demo(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def trl(session: nox.Session) -> None:
+    """A real GRPOTrainer on the demo's model: stock, full logits and ours train alike, with and without LoRA."""
+    install(session, ["core", "torch", "hf"], "gguf", "accelerate", "peft", "trl==1.16.*")
+    session.run("python", "examples/fetch_model.py", "demo-output/SmolLM2-135M-Instruct", env={"PYTHONDONTWRITEBYTECODE": None})
+    session.run("python", "benchmarks/trl_equality.py", "--model", "demo-output/SmolLM2-135M-Instruct", *session.posargs, env=ENV)
+
+
+@nox.session(default=False)
 def bench(session: nox.Session) -> None:
     """Runs one benchmark: `nox -s bench -- NAME [its options]`; without a name it lists them."""
     scripts = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py"))
     if not session.posargs or session.posargs[0] not in scripts:
         session.error(f"name one of the scripts in benchmarks/: {', '.join(scripts) or 'there is none yet'}")
-    install(session, ["core", "torch", "hf"], "trl==1.16.*")
+    install(session, ["core", "torch", "hf"], "trl==1.16.*", "peft")
     session.run("python", f"benchmarks/{session.posargs[0]}.py", *session.posargs[1:])
