@@ -255,6 +255,14 @@ def test_masks_and_windows(mask: str, window: tuple[int, int] | None) -> None:
     assert far(rows, first) <= 1e-6
 
 
+def test_a_padding_token_that_sees_nothing_sees_itself() -> None:
+    q, k, v = (torch.randn(5, 1, heads, 8) for heads in (4, 2, 2))
+    hidden = torch.tensor([True, True, False, False, False])[None, None, None]
+    out = core()(q, k, v, hidden)
+    assert torch.equal(out[:2, 0], v[:2, 0].repeat_interleave(2, 1).flatten(1))
+    assert far(out[2:, 0], by_hand(q[2:, 0], k[2:, 0], v[2:, 0], torch.ones(3, 3).tril().bool())) <= 1e-6
+
+
 def test_lengths_that_do_not_add_up() -> None:
     q = torch.randn(11, 4, 8)
     with pytest.raises(InvalidInputError, match=r"add up to 10 queries and 10 keys on this rank, but there are 11"):
