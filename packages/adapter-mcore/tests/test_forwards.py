@@ -312,6 +312,7 @@ def test_the_fused_path_makes_no_logits() -> None:
 def values(rank: int, size: int, hf: Any, sp: bool) -> dict[str, list[float]]:
     with parallel(tp=size):
         gpt = to_value_model(load(build_gpt(hf.config, sequence_parallel=sp), hf, True))
+        assert not gpt.share_embeddings_and_output_weights  # or Megatron would sum the two's gradients over stages
         with torch.no_grad():
             gpt.output_layer.weight.copy_(torch.linspace(-1, 1, hf.config.hidden_size))
         found = {}
