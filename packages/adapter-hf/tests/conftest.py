@@ -101,7 +101,7 @@ def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_model() -> Callable[..., Any]:
     return tiny_model
 
@@ -112,7 +112,7 @@ def tokens() -> Tensor:
     return torch.randint(5, VOCAB, (3, 7), generator=torch.Generator().manual_seed(3))
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def check() -> Any:
     """The comparisons that several modules of tests share."""
 
