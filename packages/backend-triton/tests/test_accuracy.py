@@ -36,11 +36,9 @@ def shaped(vocab: int, dtype: torch.dtype, logits: str) -> Example:
     if logits == "confident":  # every other token's label is far ahead of the rest
         rows = torch.arange(0, TOKENS, 2, device="cuda")
         weight[example.labels[rows].clamp(min=0)] = (example.hidden[rows].float() * 0.15).to(dtype)
-    if logits in ("near -30", "offset 1e4"):  # through one direction of the hidden states
-        hidden = example.hidden.clone()
-        hidden[:, 0], weight[:, 0] = (10.0, -3.0) if logits == "near -30" else (100.0, 100.0)
-        example = replace(example, hidden=hidden)
-    return replace(example, head=LMHead(weight))
+    offset = {"near -30": -30.0, "offset 1e4": 1e4}.get(logits)
+    bias = None if offset is None else torch.full((vocab,), offset, dtype=dtype, device="cuda")
+    return replace(example, head=LMHead(weight, bias=bias))
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -12,25 +12,16 @@ from torch import Tensor
 
 from logitless.types import Gradients, Needs, Problem
 from logitless_triton.dz import coefficients, dz_from_kept, dz_from_logits
-from logitless_triton.kept import DIFFERENCES, EXPONENTIALS, NOTHING, Kept
+from logitless_triton.kept import DIFFERENCES, EXPONENTIALS, Kept
 from logitless_triton.layout import Blocks
 from logitless_triton.rounding import scale_rows
 from logitless_triton.rows import Rows, Work
 from logitless_triton.sums import Sums, matmul, pass_scale
 
-__all__ = ["Grads", "backward", "backward_pass", "one_block"]
+__all__ = ["Grads", "backward", "backward_pass"]
 
 Grads = tuple[Tensor, Tensor | None]
 """Upstream gradients of log_prob [m] and entropy [m]."""
-
-
-def one_block(work: Work, count: int, kept: Kept, *, consume: bool) -> bool:
-    """Whether one block of columns makes all of a pass over so many tokens."""
-    p, valid = work.problem, work.head.valid
-    if kept.mode != NOTHING and kept.columns == valid and consume:
-        return kept.mode == DIFFERENCES
-    blocks = Blocks.plan(count, valid, work.head.hidden_size, work.item, p.workspace_bytes, False)
-    return kept.mode != EXPONENTIALS and blocks.columns >= valid and blocks.tokens >= count
 
 
 def backward_pass(
@@ -107,7 +98,7 @@ def backward(
     """Gradients for upstream [n] gradients; the products of those that nobody needs are not run."""
     work = Work(problem)
     parts = Kept.of(work, kept, work.n) if work.n else Kept()
-    sums = Sums(work, needs, grad_buffer, whole=one_block(work, work.n, parts, consume=problem.last))
+    sums = Sums(work, needs, grad_buffer)
     if work.n:
         rows = work.rows(0, work.n)
         backward_pass(work, rows, parts, stats, (grad_log_probs, grad_entropy), sums, 0, consume=problem.last)

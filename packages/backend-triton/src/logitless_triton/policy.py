@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from logitless.types import Needs, PolicyResult, Problem, TokenLoss
-from logitless_triton.backward import backward_pass, one_block
+from logitless_triton.backward import backward_pass
 from logitless_triton.forward import Scores, forward_pass
 from logitless_triton.kept import DIFFERENCES, Kept
 from logitless_triton.layout import single_pass_chunk
@@ -28,9 +28,7 @@ def policy_loss(
     vocab, width = problem.vocab_size, work.config.forward.columns
     chunk, keep = single_pass_chunk(work.n, vocab, width, work.operand, problem.workspace_bytes)
     starts = range(0, work.n, chunk)
-    everything = Kept(DIFFERENCES, work.head.valid) if keep else Kept()
-    whole = one_block(work, min(chunk, work.n), everything, consume=True)
-    sums = Sums(work, needs, grad_buffer, passes=len(starts), whole=whole, half=False)
+    sums = Sums(work, needs, grad_buffer, passes=len(starts), half=False)
     scores = Scores(work, work.n)
     buffer: Tensor | None = None
     for start in starts:

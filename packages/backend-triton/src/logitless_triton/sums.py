@@ -54,7 +54,6 @@ class Sums:
 
     Args:
         passes: how many passes over the columns there will be, each for other tokens.
-        whole: each pass is one block of columns, so that d_hidden is summed within one product and rounded there.
         half: False leaves gradients of float16 inputs in float32, for a single pass whose upstream comes later.
     """
 
@@ -65,13 +64,10 @@ class Sums:
         grad_buffer: Tensor | None,
         *,
         passes: int = 1,
-        whole: bool = False,
         half: bool = True,
     ) -> None:
         p, self.work, self.grad_buffer, self.half = work.problem, work, grad_buffer, half
-        whole = whole and p.group is None and p.hidden.dtype == work.operand == torch.bfloat16
-        hidden_dtype = p.hidden.dtype if whole else torch.float32
-        self.hidden = work.empty(work.n, p.hidden.shape[1], dtype=hidden_dtype) if needs.hidden else None
+        self.hidden = work.empty(work.n, p.hidden.shape[1]) if needs.hidden else None
         self.lora_u = None
         if needs.lora_u and p.lora_u is not None:
             self.lora_u = work.empty(work.n, p.lora_u.shape[1]).zero_()
