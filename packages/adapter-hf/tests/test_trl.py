@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from logitless.errors import InputTypeError, UnsupportedError
+from logitless.errors import InputTypeError, InvalidInputError, UnsupportedError
 from logitless.testing.memory import ProductCounter
 from logitless_hf import unbind
 from logitless_hf.trl import release, status, with_logitless
@@ -207,6 +208,23 @@ def test_own_trainers_and_their_constructors(checkpoint: Any, tokenizer: Any, tm
     trainer = build(made, checkpoint(), tokenizer, tmp_path)
     assert trainer.seen == "after"
     assert set(status(trainer)) == {"policy", "reference"}
+
+
+def test_a_constructor_that_goes_around_is_refused(checkpoint: Any, tokenizer: Any, tmp_path: Path) -> None:
+    class Around(GRPOTrainer):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            GRPOTrainer.__init__(self, *args, **kwargs)
+
+    with pytest.raises(UnsupportedError, match=r"Around.*super\(\)"):
+        build(with_logitless(Around), checkpoint(), tokenizer, tmp_path, beta=0.0)
+
+
+def test_it_keeps_the_signature_and_is_not_made_twice() -> None:
+    made = with_logitless(GRPOTrainer)
+    assert inspect.signature(made) == inspect.signature(GRPOTrainer)
+    assert (made.__name__, made.__module__) == (GRPOTrainer.__name__, GRPOTrainer.__module__)
+    with pytest.raises(InvalidInputError, match="already"):
+        with_logitless(replay(made), keep_bytes=1)
 
 
 def test_mixed_precision(checkpoint: Any, tokenizer: Any, tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ TRL is not imported: who passes a trainer has it. Shapes: B rows, S positions; s
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from logitless.errors import InputTypeError, InvalidInputError, UnsupportedError
-from logitless_hf.binding import bind, binding_of, inspect_head, unbind
+from logitless_hf.binding import _like, bind, binding_of, inspect_head, unbind
 from logitless_hf.labels import IGNORE_INDEX
 from logitless_hf.scoring import HeadReport
 
@@ -34,7 +33,8 @@ OUTPUT = "FusedCausalLMOutput"
 FIELDS = ("loss", "log_probs", "entropy", "label_mask", "aux_loss")  # of the output, those that are filled here
 SERVED = ("log_probs", "entropy")
 STATE = "_logitless_trl"  # where a model keeps its Scoring
-MARK = "_logitless_trl_forward"
+MARK = "_logitless_trl_forward"  # on a forward of ours
+MADE = "_logitless_trl_made"  # in the namespace of a class that `with_logitless` made
 
 
 @dataclass
@@ -150,11 +150,8 @@ def _forward_like(original: Callable[..., Any]) -> Callable[..., Any]:
         kwargs |= {name: value for name, value in given.items() if value is not None}
         return type(self).forward(self, *args, **kwargs)
 
-    functools.update_wrapper(forward, original)
-    del forward.__wrapped__  # type: ignore[attr-defined]  # accelerate's unwrap_model strips what has one
-    forward.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]  # `generate` reads it
     setattr(forward, MARK, True)
-    return forward
+    return _like(forward, original)
 
 
 def _slot(model: nn.Module) -> str:
@@ -241,9 +238,8 @@ def _interposed(owner: Any, function: Any, backend: str | None, entropy_grad: bo
         ours.__kwdefaults__ = init.__kwdefaults__
         ours(self, *args, **kwargs)
 
-    functools.update_wrapper(__init__, init)
     namespace: dict[str, Any] = {key: getattr(owner, key) for key in ("__module__", "__qualname__", "__doc__")}
-    return type(owner)(owner.__name__, (owner,), {**namespace, "__init__": __init__})
+    return type(owner)(owner.__name__, (owner,), {**namespace, "__init__": _like(__init__, init)})
 
 
 def with_logitless(
@@ -264,19 +260,35 @@ def with_logitless(
 
     Raises:
         InputTypeError: `trainer` is not a class.
+        InvalidInputError: `with_logitless` made it.
         UnsupportedError: it does not score as TRL 1.16's trainers do; the message says what differs.
     """
     if not isinstance(trainer, type):
         raise InputTypeError(
             f"trainer: got {trainer!r}, expected a trainer's class: with_logitless(GRPOTrainer)(model=..., ...)"
         )
+    if any(MADE in parent.__dict__ for parent in trainer.__mro__):
+        raise InvalidInputError(
+            f"trainer: {trainer.__qualname__} is made by with_logitless already; pass what it is of"
+        )
     owner, function = _seam(trainer)
     interposed = _interposed(owner, function, backend, entropy_grad, keep_bytes)
     bases = (interposed,) if owner is trainer else (trainer, interposed)
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        super(made, self).__init__(*args, **kwargs)
+        if not _models(self):  # never silently as stock TRL
+            raise UnsupportedError(
+                f"{trainer.__qualname__}: its __init__ did not come to that of {owner.__qualname__} by super(), so its "
+                "models got no head of ours; call super().__init__ there"
+            )
+
+    init: Any = trainer.__dict__.get("__init__", owner.__dict__["__init__"])
     namespace: dict[str, Any] = {key: getattr(trainer, key) for key in ("__module__", "__qualname__", "__doc__")}
     metaclass: Any = type(trainer)
-    made: type[Trainer] = metaclass(trainer.__name__, bases, namespace)
-    return made
+    made: Any = metaclass(trainer.__name__, bases, {**namespace, MADE: True, "__init__": _like(__init__, init)})
+    result: type[Trainer] = made
+    return result
 
 
 def status(trainer: Any) -> dict[str, HeadStatus]:
