@@ -230,11 +230,15 @@ def page(found: dict[str, dict[str, Verdict]]) -> str:
             error, gradient = (max(getattr(v, what) for v in verdicts.values()) for what in ("error", "gradient"))
             by, moved = verdicts["thd"].borders, verdicts["thd"].moved
             lines.append(f"| {name} | {by} | {error:.1e} | {gradient:.1e} | {moved:.2g} |")
-    for kind in ("wrong", "untold", "refused", "not built"):
-        if counts[kind]:
-            lines += ["", f"## {kind.capitalize()}", "", "| class | padded rows | reason |", "|---|---|---|"]
-            chosen = [verdicts for name, verdicts in found.items() if kinds[name] == kind]
-            lines += [f"| {v['thd'].name} | {v['bshd'].kind} | {_cell(v['thd'].reason)} |" for v in chosen]
+    sections = {kind.capitalize(): ("thd", kind) for kind in ("wrong", "untold", "refused", "not built")}
+    sections["Refused in padded rows"] = ("bshd", "refused")
+    for title, (layout, kind) in sections.items():
+        chosen = [
+            v[layout] for name, v in found.items() if (kinds[name] if layout == "thd" else v[layout].kind) == kind
+        ]
+        if chosen:
+            lines += ["", f"## {title}", "", "| class | reason |", "|---|---|"]
+            lines += [f"| {v.name} | {_cell(v.reason)} |" for v in chosen]
     return "\n".join(lines) + "\n"
 
 

@@ -155,3 +155,19 @@ def test_a_row_longer_than_a_table_of_positions(make_model: Any) -> None:
     with pytest.raises(UnsupportedError, match=r"batch: 80 tokens in one row, more than 64, .* at most that many"):
         forward(PackedBatch.from_sequences([torch.arange(40) + 5] * 2))
     assert forward(PackedBatch.from_sequences([torch.arange(30) + 5] * 2)).log_probs is not None
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_gradient_that_is_nan_at_padding(layout: str, make_model: Any) -> None:
+    """Where the padding's embedding is zero, as it is made, the root of its size has no gradient."""
+    model = make_model()
+    model.model.layers[0].register_forward_hook(lambda _m, _a, out: out * out.square().sum(-1, True).sqrt())
+    with torch.no_grad():
+        model.model.layers[0].self_attn.o_proj.weight.zero_()
+        model.model.layers[0].mlp.down_proj.weight.zero_()
+        assert not model.model.embed_tokens.weight[0].any()
+    if layout != "bshd":
+        assert logitless.make_forward(model, layout) is not None
+        return
+    with pytest.raises(UnsupportedError, match="gradients are NaN where rows are padded; layout='thd' has no padding"):
+        logitless.make_forward(model, layout)

@@ -10,6 +10,7 @@ Shape suffixes: B sequences, S columns, T packed tokens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -223,8 +224,8 @@ def _scores(forward: PackedForward, parts: list[Tensor], temperature: float = 1.
 def _foreign_gradient(forward: PackedForward, parts: list[Tensor]) -> float:
     """Largest gradient of the second of three sequences' scores for a token of another one, relative to its own.
 
-    It is 0 to the bit where no token sees another sequence, and no weight is so small that it hides one that does. A
-    model that has no backward gives 0.
+    It is 0 to the bit where no token sees another sequence, and no weight is so small that it hides one that does. It
+    is infinite if a gradient is NaN; a model that has no backward gives 0.
     """
     leaves: list[Tensor] = []
 
@@ -248,10 +249,17 @@ def _foreign_gradient(forward: PackedForward, parts: list[Tensor]) -> float:
         hook.remove()
     worst = 0.0
     for grad in grads:
-        if grad is not None and grad.shape[:2] == (1, end + begin):
-            size = grad.abs().amax(-1).squeeze(0)
-            foreign, own = float(torch.cat((size[:begin], size[end:])).max()), float(size[begin:end].max())
-            worst = max(worst, foreign / own if own else 0.0)
+        size = torch.empty(0) if grad is None else grad.abs().amax(-1)
+        if size.shape == (1, end + begin):
+            sizes = list(torch.split(size.squeeze(0), [begin, end - begin, begin]))
+        elif size.ndim == 2 and size.shape[0] == 3:  # rows
+            sizes = list(size)
+        else:
+            continue
+        before, own, after = (float(part.max()) for part in sizes)
+        if not math.isfinite(before + own + after):
+            return math.inf
+        worst = max(worst, max(before, after) / own if own else 0.0)
     return worst
 
 
@@ -266,7 +274,7 @@ def _fault(forward: PackedForward) -> str | None:
         alone = torch.cat([_alone(model, part) for part in parts])
         same = parts[0][:1].expand_as(parts[0])
         foreign, own = (_scores(forward, other) for other in ([same, parts[1]], [parts[0], parts[1].roll(1)]))
-        seen = 0.0 if forward.layout == "bshd" else _foreign_gradient(forward, parts)
+        seen = _foreign_gradient(forward, parts)
     eps = torch.finfo(next(model.parameters()).dtype).eps
     off = (together - alone).abs()
     begin, bearable = len(parts[0]), 1e-3 + 32 * eps
@@ -276,6 +284,8 @@ def _fault(forward: PackedForward) -> str | None:
     worst = float(off.max())
     if not leaks and worst <= bearable:
         return None
+    if seen == math.inf:
+        return "gradients are NaN" + (" where rows are padded" if forward.layout == "bshd" else "")
     if forward.layout == "bshd":
         return f"two sequences in rows padded on the right score {worst:.3g} nats off what each scores alone"
     if not leaks and not float(off[:begin].max()) <= bearable:
@@ -298,7 +308,7 @@ def _padded(model: nn.Module) -> PackedForward:
         forward = PackedForward(model, "bshd", own_positions=True)
         why = why and _fault(forward)
     if why:
-        raise _refused(model, f"{why}, so it has no layout")
+        raise _refused(model, f"{why}; layout='thd' has no padding")
     return forward
 
 
