@@ -161,6 +161,24 @@ def test_norms_that_torch_has_not(changes: dict[str, Any], said: str) -> None:
     assert said in alone(run)
 
 
+def test_sharded_checkpoints_are_those_of_megatrons_own_spec() -> None:
+    def run(rank: int, size: int) -> tuple[bool, bool]:
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+        def places(model: Any) -> dict[str, Any]:
+            named = {n: x for n, x in model.sharded_state_dict().items() if "extra_state" not in n}
+            read = ("key", "global_shape", "global_offset")  # a gated projection has only a key before it is cut
+            return {n: [getattr(x, name, None) for name in read] for n, x in named.items()}
+
+        with parallel(tp=2):
+            hf = hf_config("qwen3")
+            plain = get_gpt_decoder_block_spec(gpt_config(hf), use_transformer_engine=False, normalization="RMSNorm")
+            found = places(build_gpt(hf))
+            return found == places(build_gpt(hf, spec=plain)), "decoder.layers.1.mlp.linear_fc2.weight" in found
+
+    assert run_ranks(2, run) == [(True, True)] * 2
+
+
 # --- rotary embedding ---------------------------------------------------------------------------------------------
 
 
