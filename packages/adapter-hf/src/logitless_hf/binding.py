@@ -20,7 +20,7 @@ from torch import nn
 from logitless.errors import InputTypeError, UnsupportedError
 from logitless_hf.head import has_weights
 from logitless_hf.outputs import CausalLMOutputForPPO, for_ddp, unrounded
-from logitless_hf.scoring import HeadReport, examine, scored_forward
+from logitless_hf.scoring import HeadReport, examine, scored_forward, valued_forward
 from logitless_hf.traffic import passing
 
 __all__ = ["Binding", "bind", "bind_always", "binding_of", "inspect_head", "is_bound_class", "unbind"]
@@ -64,6 +64,8 @@ def bound_class(base: Any) -> Any:
                 return base.forward(self, *args, **kwargs)
             # Not through __call__, whose hooks have run.
             report = binding.report or _examine(self, functools.partial(forward, self))
+            if report.values:
+                return for_ddp(valued_forward(self, base.forward, args, kwargs))
             output = scored_forward(self, base.forward, report.transform, binding.backend, args, kwargs)
             if binding.calling:
                 binding.scores = output

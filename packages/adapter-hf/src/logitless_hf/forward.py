@@ -120,8 +120,8 @@ class PackedForward:
                 **self._mask(batch, rows),
                 **media,
             )
-        for name in ("log_probs", "entropy"):
-            scores = getattr(out, name)
+        for name in ("log_probs", "entropy", "values"):
+            scores = out[name] if name in out else None  # not the attribute: see `for_ddp`
             if scores is not None:
                 setattr(out, name, rows.to_packed(scores))
         return out
@@ -205,20 +205,25 @@ def _probe(model: nn.Module) -> list[Tensor]:
     return list(torch.split(tokens[order.to(tokens.device)], lengths))
 
 
+def _tried(out: CausalLMOutputForPPO) -> Tensor:
+    """What is compared: log-probabilities, or a value model's values."""
+    found: Tensor | None = out["values"] if out.log_probs is None else out.log_probs
+    assert found is not None
+    return found
+
+
 def _alone(model: nn.Module, tokens: Tensor) -> Tensor:
     """[L] scores of one sequence by the model's own way, and numbering of positions; 0 at its end."""
     labels = PackedBatch.from_sequences([tokens]).labels.unsqueeze(0)
     out: CausalLMOutputForPPO = model(
         input_ids=tokens.unsqueeze(0), shift_labels=labels, use_cache=False, return_log_probs=True, entropy=False
     )
-    assert out.log_probs is not None
-    return out.log_probs.squeeze(0)
+    return _tried(out).squeeze(0)
 
 
 def _scores(forward: PackedForward, parts: list[Tensor], temperature: float = 1.0) -> Tensor:
     out = forward(PackedBatch.from_sequences(parts), entropy=False, temperature=temperature)
-    assert out.log_probs is not None
-    return out.log_probs
+    return _tried(out)
 
 
 def _foreign_gradient(forward: PackedForward, parts: list[Tensor]) -> float:

@@ -18,10 +18,11 @@ from logitless_hf.capture import call_head, capture
 from logitless_hf.head import find_head, has_weights
 from logitless_hf.labels import IGNORE_INDEX, next_token_labels
 from logitless_hf.outputs import CausalLMOutputForPPO, scored_output
-from logitless_hf.probe import Transform, identify, probe_inputs, undisturbed
+from logitless_hf.probe import Transform, identify, probe_inputs, probe_tokens, undisturbed
 from logitless_hf.sharding import HeadRows, Results
+from logitless_hf.values import is_value_model, valued_output
 
-__all__ = ["HeadReport", "Options", "Uncast", "examine", "scored_forward"]
+__all__ = ["HeadReport", "Options", "Uncast", "examine", "scored_forward", "valued_forward"]
 
 
 class Uncast:
@@ -61,6 +62,7 @@ class HeadReport:
         scale, softcap: s and c.
         adapters: the LoRA adapters on the head that were active.
         reason: None if the head is understood, else why not.
+        values: whether this is a value model, which has a number for each token in place of logits.
     """
 
     model: str
@@ -72,6 +74,7 @@ class HeadReport:
     softcap: float | None = None
     adapters: tuple[str, ...] = ()
     reason: str | None = None
+    values: bool = False
 
     @property
     def transform(self) -> Transform:
@@ -171,6 +174,28 @@ def _stand_in_call(model: nn.Module, call: Mapping[str, Any]) -> dict[str, Any]:
     return {**rest, **{name: value[:1, :1] for name, value in probe_inputs(model).items()}}
 
 
+def valued_forward(
+    model: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> CausalLMOutputForPPO:
+    """Run a value model's `forward(model, ...)`; the output has `values`, and no scores.
+
+    Raises:
+        InvalidInputError: the call asks for what only scores have.
+    """
+    call = _family_call(forward, args, kwargs)
+    options = Options(**{name: call.pop(name) for name in OPTIONS if name in call})
+    if options.loss_fn is not None:
+        raise InvalidInputError("loss_fn: got one, expected None; a value model has no scores to give it, use .values")
+    _prepare(model, forward, call)
+    tokens = call.get("input_ids")
+    if not isinstance(tokens, Tensor):
+        raise InvalidInputError(f"input_ids: got {type(tokens).__qualname__}, expected a tensor")
+    if tokens.numel():
+        return valued_output(model, forward(model, **call), tokens.shape)
+    values: Tensor = valued_output(model, forward(model, **_stand_in_call(model, call)), (1, 1))["values"]
+    return CausalLMOutputForPPO(values=values.flatten()[:0].view(tokens.shape))
+
+
 def scored_forward(
     model: nn.Module,
     forward: Callable[..., Any],
@@ -241,6 +266,9 @@ def examine(model: nn.Module, plain: Callable[..., Any], scored: Callable[..., C
     plain = partial(plain, return_dict=True, use_cache=False)
     try:
         with undisturbed(model):
+            if is_value_model(model):
+                valued_output(model, plain(input_ids=probe_tokens(model)), probe_tokens(model).shape)
+                return HeadReport(type(model).__qualname__, values=True)
             find_head(model)
             # First, with the head in its slot: FSDP2 settles at a model's first call which modules it holds together.
             logits = _own_logits(model, plain)
