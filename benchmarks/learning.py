@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, fields, replace
 from datetime import date
 from importlib.metadata import version
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -108,13 +109,8 @@ def summary(curves: Curves) -> dict[str, Any]:
     ends = {way: {seed: statistics.fmean(curve[-LAST:]) for seed, curve in by.items()} for way, by in curves.items()}
     begins = {way: {seed: statistics.fmean(curve[:LAST]) for seed, curve in by.items()} for way, by in curves.items()}
     ours, theirs = ends["logitless"], ends["full logits"]
-    same = {
-        seed: next(
-            (i for i, (a, b) in enumerate(zip(ours_, theirs_, strict=True)) if a != b),
-            len(ours_),
-        )
-        for (seed, ours_), theirs_ in zip(curves["logitless"].items(), curves["full logits"].values(), strict=True)
-    }
+    pairs = {seed: zip(curve, curves["full logits"][seed], strict=True) for seed, curve in curves["logitless"].items()}
+    same = {seed: len(list(takewhile(lambda pair: pair[0] == pair[1], pair))) for seed, pair in pairs.items()}
     return {
         f"mean reward of the first {LAST} steps": begins,
         f"mean reward of the last {LAST} steps": ends,
