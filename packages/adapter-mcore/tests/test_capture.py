@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.module import Float16Module
 from megatron_cpu import build_gpt, hf_model, parallel
 from oracle import Expected, deviation, expect, load, summed_over_tp
 from torch import Tensor, nn
@@ -151,6 +153,23 @@ def twice(rank: int, size: int, hf: Any) -> None:
 
 def test_a_head_called_twice_or_never_is_refused() -> None:
     run_ranks(1, twice, hf_model("llama"))
+
+
+def wrapped_in_half(rank: int, size: int, hf: Any) -> None:
+    with parallel():
+        gpt = load(build_gpt(hf.config, params_dtype=torch.bfloat16, bf16=True), hf, False)
+        module = DistributedDataParallel(gpt.config, DistributedDataParallelConfig(), Float16Module(gpt.config, gpt))
+        batch = PackedBatch.from_sequences(SEQUENCES)
+        out, bare = make_forward(module)(batch), make_forward(gpt)(batch)
+        assert torch.equal(out.log_probs, bare.log_probs)
+        assert out.log_probs.dtype == torch.float32
+        weight = gpt.output_layer.weight
+        out.log_probs.sum().backward()
+        assert float(weight.main_grad.abs().sum()) > 0  # DDP's hook saw its gradient
+
+
+def test_within_ddp_and_float16_module() -> None:
+    run_ranks(1, wrapped_in_half, hf_model("llama"))
 
 
 def test_the_language_model_is_found_within_wrappers() -> None:
