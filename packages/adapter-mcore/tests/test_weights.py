@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_cpu import FAMILIES, alone, build_gpt, hf_config, hf_model, parallel, run_model
+from megatron_cpu import FAMILIES, alone, build_gpt, gpt_config, hf_config, hf_model, parallel, run_model
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from logitless.errors import InputTypeError, InvalidInputError, UnsupportedError
 from logitless.testing.distributed import run_ranks
 from logitless_mcore.head import vocab_size_of
+from logitless_mcore.spec import layer_spec
 from logitless_mcore.weights import hf_weights, load_hf_weights, save_hf_weights
 
 IDS = torch.randint(0, 128, (2, 13), generator=torch.Generator().manual_seed(3))
@@ -168,6 +169,30 @@ def test_a_saved_checkpoint_is_the_one_that_was_loaded(
     again = type(reference).from_pretrained(tmp_path / "out").eval()
     with torch.no_grad():
         assert torch.equal(again(IDS).logits, reference(IDS).logits)
+
+
+def test_chunks_of_a_virtual_pipeline() -> None:
+    reference = hf_model("qwen3", num_hidden_layers=4)
+
+    def run(rank: int, size: int) -> dict[str, Tensor]:
+        with parallel(pp=2):
+            settings: dict[str, Any] = {"virtual_pipeline_model_parallel_size": 2}
+            config = gpt_config(reference.config, **settings)
+            chunks = []
+            for i in range(2):
+                ends = {"pre_process": rank == i == 0, "post_process": rank == i == 1, "vp_stage": i}
+                spec = layer_spec(config, vp_stage=i)
+                chunks.append(build_gpt(reference.config, spec=spec, model=ends, **settings))
+            assert [chunk.decoder.layers[0].layer_number for chunk in chunks] == [rank + 1, rank + 3]
+            load_hf_weights(chunks, reference)
+            return dict(hf_weights(chunks))
+
+    first, second = run_ranks(2, run)
+    assert not first.keys() & second.keys()
+    expected = reference.state_dict()
+    assert first.keys() | second.keys() == expected.keys()
+    for name, tensor in {**first, **second}.items():
+        assert torch.equal(tensor, expected[name]), name
 
 
 def test_dtypes_are_the_parameters() -> None:
