@@ -151,3 +151,12 @@ def test_a_parametrised_head(make_model: Any, tokens: Tensor, check: Any) -> Non
     model = make_model()
     nn.utils.parametrizations.weight_norm(model.lm_head)
     assert_own(bind(model), tokens, check)
+
+
+def test_a_head_that_zero_3_holds_in_parts_is_refused(make_model: Any) -> None:
+    model = make_model()
+    weight = model.lm_head.weight
+    weight.ds_id, weight.ds_shape, weight.data = 0, weight.shape, torch.empty(0, dtype=weight.dtype)
+    assert "fully_shard" in (inspect_head(model).reason or "")
+    with pytest.raises(UnsupportedError, match="ZeRO-3"):
+        bind(model)

@@ -109,6 +109,11 @@ def find_head(model: nn.Module) -> Head:
     parallel = is_parallel_forward(own)
     if own is not nn.Linear.forward and not parallel:
         raise UnsupportedError(f"{name}: the head, a {_qualified(linear)}, has a forward other than nn.Linear's")
+    if hasattr(linear.weight, "ds_id") and not linear.weight.numel():
+        raise UnsupportedError(
+            f"{name}: DeepSpeed's ZeRO-3 holds the head's weight in parts, which is not served; use ZeRO-1 or ZeRO-2, "
+            "or FSDP2 (fully_shard)"
+        )
     if linear.weight.dtype not in FLOATS or tuple(linear.weight.shape) != (linear.out_features, linear.in_features):
         raise UnsupportedError(
             f"{name}: the head's weight is {linear.weight.dtype} {tuple(linear.weight.shape)}, expected a float "
