@@ -408,6 +408,7 @@ def test_a_mask_is_looked_at_before_it_is_replaced(
                 ask()
             return
         assert ask().flatten().tolist() == [local_size or 0, 5, 7]
+        assert ask(local_size=0).flatten().tolist() == [-1, 5, 7]
         ask(attention_mask=torch.ones(1, 12, dtype=torch.bool))
         with pytest.raises(UnsupportedError, match="not of the packed row"):
             ask(attention_mask=torch.arange(12).unsqueeze(0) > 2)
