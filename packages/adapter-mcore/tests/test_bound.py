@@ -7,14 +7,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron_cpu import build_gpt, hf_model, parallel
-from oracle import Expected, deviation, expect, load, summed_over_tp
 
 import logitless
 from logitless import PackedBatch
 from logitless.errors import InvalidInputError, UnsupportedError
 from logitless.testing.distributed import run_ranks
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed", exc_type=ImportError)
+from megatron.core import parallel_state
+from megatron_cpu import build_gpt, hf_model, parallel
+from oracle import Expected, deviation, expect, load, summed_over_tp
+
 from logitless_mcore import McoreAdapter, make_forward, set_vocab_size, to_value_model
 
 LENGTHS = (7, 12, 1, 5)

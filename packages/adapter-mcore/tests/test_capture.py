@@ -6,16 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer.module import Float16Module
-from megatron_cpu import build_gpt, hf_model, parallel
-from oracle import Expected, deviation, expect, load, summed_over_tp
 from torch import Tensor, nn
 
 from logitless import PackedBatch
 from logitless.errors import UnsupportedError
 from logitless.testing.distributed import run_ranks
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed", exc_type=ImportError)
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.module import Float16Module
+from megatron_cpu import build_gpt, hf_model, parallel
+from oracle import Expected, deviation, expect, load, summed_over_tp
+
 from logitless_mcore import make_forward
 from logitless_mcore.capture import language_model, run_scored
 

@@ -7,16 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel import ColumnParallelLinear
-from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron_cpu import build_gpt, hf_model, parallel
-from oracle import load
 from torch import Tensor, nn
 
 from logitless import PackedBatch
 from logitless.errors import UnsupportedError
 from logitless.testing.distributed import run_ranks
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed", exc_type=ImportError)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron_cpu import build_gpt, hf_model, parallel
+from oracle import load
+
 from logitless_mcore import make_forward
 from logitless_mcore.examine import examined, forget
 from logitless_mcore.head import Transform

@@ -8,13 +8,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+
+from logitless import PackedBatch
+from logitless.testing.distributed import run_ranks
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed", exc_type=ImportError)
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron_cpu import build_gpt, hf_model, parallel
 from oracle import Expected, deviation, expect, load, summed_over_tp
 
-from logitless import PackedBatch
-from logitless.testing.distributed import run_ranks
 from logitless_mcore import fused_forward_model_gen, fused_gptmodel_forward_no_padding, make_forward
 
 MICRO_BATCHES = ((7, 12), (5, 1, 9))
