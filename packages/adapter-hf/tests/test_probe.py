@@ -138,6 +138,11 @@ ADVERSARIES: dict[str, tuple[Any, Any, str]] = {
     "top-k mask": (top_k, None, "mask"),
     "norm over the vocabulary": (lambda m, z: z / (z.norm(dim=-1, keepdim=True) + 1), None, "position"),
     "norm over the batch": (lambda m, z: z / (z.abs().amax(0, keepdim=True) + 1e-3), None, "vocab row"),
+    "mask in place": (lambda m, z: z.index_fill_(-1, torch.arange(min(3, z.shape[-1])), -1e9), None, "vocab row"),
+    "train-only scale in place": (lambda m, z: z.mul_(2.0) if m.training else z, None, "eval.*train"),
+    "eval-only softcap": (lambda m, z: z if m.training else 9 * torch.tanh(z / 9), None, "eval.*train"),
+    "train-only mask": (lambda m, z: mask_low(m, z) if m.training else z, None, "mask"),
+    "train-only clamp": (lambda m, z: z.clamp(-30, 30) if m.training else z, None, "neither"),
     "noise": (lambda m, z: z + 0.1 * torch.randn_like(z), None, "vocab row"),
 }
 
@@ -161,6 +166,13 @@ def test_the_same_model_unaltered_binds(make_model: Any, tokens: Tensor, check: 
     expected = check.own_scores(model, check.shift(tokens), input_ids=tokens)[0]
     bind(model)
     torch.testing.assert_close(model(tokens, return_log_probs=True).log_probs, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_a_scale_in_place_is_understood(make_model: Any, tokens: Tensor, check: Any) -> None:
+    model = altered(make_model, lambda m, z: z.mul_(0.5))
+    expected = check.own_scores(model, check.shift(tokens), input_ids=tokens)[0]
+    assert inspect_head(model).scale == 0.5
+    torch.testing.assert_close(bind(model)(tokens, return_log_probs=True).log_probs, expected, rtol=1e-9, atol=1e-9)
 
 
 def test_a_scale_of_the_hidden_states_is_captured(make_model: Any, tokens: Tensor, check: Any) -> None:

@@ -164,7 +164,8 @@ def _observe(model: nn.Module, call: Callable[..., Any], points: Tensor) -> tupl
         if hidden.shape[:-1] != points.shape[:-1]:
             raise UnsupportedError(f"the head got {tuple(hidden.shape)}, expected {(BATCH, LENGTH, hidden.shape[-1])}")
         # Never in bf16: a family's own arithmetic on the logits would be rounded, and the fit misled.
-        return points.to(hidden.device, torch.float32 if hidden.device.type == "mps" else torch.float64)
+        dtype = torch.float32 if hidden.device.type == "mps" else torch.float64
+        return points.to(hidden.device, dtype, copy=True)  # a family may write to its logits
 
     with torch.enable_grad(), _tracked(model) as names:
         output, _, _ = capture(model, lambda: call(**probe_inputs(model)), answer)
