@@ -28,7 +28,7 @@ RULES: list[tuple[str, int]] = [
     (r".*(key_value_heads|kv_heads|kv_n_heads|num_query_groups)", 2),
     (r".*(num|n|attention|mamba|index|indexer|key|value|query|linear_num|d)_heads|n_head|num_attention_groups", HEADS),
     (r"num_heads", HEADS),
-    (r".*vocab_size|num_embeddings|.*vocab_size_per_layer_input", VOCAB),
+    (r".*vocab_size|.*_group_vocab|num_embeddings|.*vocab_size_per_layer_input", VOCAB),
     (r".*layers|depth|n_layer|num_blocks|.*num_layers", LAYERS),
     (r".*(intermediate_size|ffn_dim|ff_dim|mlp_dim|ffn_hidden_size)(_mlp)?|d_ff|n_inner|dff|dim_ff|d_inner", HIDDEN),
     (r"rotary_dim", 8),
@@ -69,7 +69,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "BambaConfig": {"mamba_n_heads": 8},
     "ChameleonConfig": {"vocabulary_map": {"<image>": 140, "IMGIMGAZ": 141, "IMGIMGBZ": 142}},
     "CohereCompassTextConfig": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
-    "DbrxAttentionConfig": {"rope_theta": 1e4},
+    "DbrxAttentionConfig": {"rope_theta": 1e4, "clip_qkv": 8.0},
     "DeepseekV2Config": {"num_experts_per_tok": 2},
     "DoryConfig": {"n_input_layers": 1, "n_recurrent_layers": 2, "n_output_layers": 1, "num_hidden_layers": 4},
     "Dots1Config": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
@@ -149,6 +149,8 @@ class _Shrinker:
             if re.search(r"key_value_heads|kv_heads", name) and value == vars(config).get("num_attention_heads"):
                 return HEADS
             return _shrunk(name, value)
+        if isinstance(value, (list, tuple)) and len(value) == vars(config).get("num_hidden_layers"):
+            return value  # an entry for each layer: the config makes it anew
         if isinstance(value, (list, tuple)) and LAYER_LISTS.match(name) and all(type(item) is int for item in value):
             return type(value)(min(item, LAYERS - 1) for item in value)
         if isinstance(value, (list, tuple)) and IDS.match(name) and all(type(item) is int for item in value):
