@@ -326,6 +326,9 @@ def refusals(rank: int, size: int, hf: Any) -> None:
             forward(plain, multi_modal_inputs={"pixel_values": ids})
         with pytest.raises(InvalidInputError, match="temperature: got shape"):
             forward(plain, temperature=torch.ones(3))
+        gpt.config.fp8 = "e4m3"
+        with pytest.raises(UnsupportedError, match="fp8"):
+            make_forward(gpt, "bshd")
         for wrong in (0, 129, "x"):
             with pytest.raises(InvalidInputError, match="vocab_size: got"):
                 set_vocab_size(gpt, wrong)

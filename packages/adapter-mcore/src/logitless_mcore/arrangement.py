@@ -23,7 +23,7 @@ from torch import Tensor
 from logitless import PackedBatch
 from logitless.errors import InputTypeError, InvalidInputError, UnsupportedError
 
-__all__ = ["Arrangement", "Layout", "Ranks", "arrange", "as_batch", "lengthened"]
+__all__ = ["Arrangement", "Layout", "Ranks", "arrange", "as_batch", "lengthened", "ramp"]
 
 Layout = Literal["thd", "bshd"]
 Of = Literal["token", "prediction", "sequence"]
@@ -78,7 +78,7 @@ class Ranks:
 # --- arrangements ----------------------------------------------------------------------------------------------------
 
 
-def _ramp(lengths: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
+def ramp(lengths: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
     """Of each token of sequences in one row: its sequence, and its place in it."""
     counts = torch.tensor(lengths, dtype=torch.int64, device=device)
     row = torch.repeat_interleave(counts, output_size=sum(lengths))
@@ -92,7 +92,7 @@ def lengthened(batch: PackedBatch, padded_lengths: Sequence[int]) -> PackedBatch
         return batch
     device = batch.input_ids.device
     begins = torch.tensor([0, *accumulate(padded_lengths)], dtype=torch.int32, device=device)
-    row_T, offset_T = _ramp(padded_lengths, device)
+    row_T, offset_T = ramp(padded_lengths, device)
     old_T = torch.tensor(batch.padded_lengths, dtype=torch.int64, device=device).index_select(0, row_T)
     inside_T = offset_T < old_T
     last_T = torch.minimum(offset_T, (old_T - 1).clamp(min=0))
@@ -103,7 +103,7 @@ def lengthened(batch: PackedBatch, padded_lengths: Sequence[int]) -> PackedBatch
         return room.index_select(-1, source_T).masked_fill(~inside_T, fill)
 
     position_ids = torch.nn.functional.pad(batch.position_ids, (0, 1)).index_select(-1, source_T)
-    row_M, _ = _ramp(batch.lengths, device)
+    row_M, _ = ramp(batch.lengths, device)
     return replace(
         batch,
         input_ids=taken(batch.input_ids, 0),

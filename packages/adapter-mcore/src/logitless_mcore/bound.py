@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 from logitless import PackedBatch, TokenLogProbs
 from logitless.errors import InvalidInputError, UnsupportedError
-from logitless_mcore.arrangement import Arrangement, Ranks, arrange
+from logitless_mcore.arrangement import Arrangement, Ranks, arrange, ramp
 from logitless_mcore.capture import is_last_stage, language_model, run_scored
 from logitless_mcore.examine import examined
 from logitless_mcore.head import Asked, Scored, score, vocab_size_of
@@ -52,20 +51,15 @@ def _check_positions(inner: Any, batch: PackedBatch) -> None:
         return
     if batch.position_ids.ndim > 1:
         raise UnsupportedError("batch: its position_ids are for mrope, the model has other rotary embeddings")
-    begins = torch.tensor(
-        [0, *accumulate(batch.padded_lengths)][:-1], dtype=torch.int64, device=batch.position_ids.device
-    )
-    whole = batch.shard_of is None
-    if whole and batch.position_ids.numel():
-        counts = torch.tensor(batch.padded_lengths, device=begins.device)
-        row = torch.repeat_interleave(counts, output_size=batch.position_ids.shape[0])
-        first = batch.position_ids.index_select(0, begins.clamp(max=batch.position_ids.shape[0] - 1))
-        counted = torch.arange(batch.position_ids.shape[0], device=begins.device) - begins[row]
-        if not torch.equal(batch.position_ids - first[row], counted):
-            raise UnsupportedError(
-                "batch: its position_ids do not count up by one within each sequence, and this model's rotary "
-                "embeddings do; leave position_ids out"
-            )
+    if batch.shard_of is not None or not batch.position_ids.numel():
+        return
+    row, counted = ramp(batch.padded_lengths, batch.position_ids.device)
+    first = batch.position_ids.index_select(0, batch.cu_seqlens_padded.long().index_select(0, row))
+    if not torch.equal(batch.position_ids - first, counted):
+        raise UnsupportedError(
+            "batch: its position_ids do not count up by one within each sequence, and this model's rotary embeddings "
+            "do; leave position_ids out"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +150,7 @@ def _places(batch: PackedBatch, run: Arrangement) -> Tensor:
     b, s = run.shape
     if batch.shard_of is not None:
         return torch.arange(s, device=batch.input_ids.device)
-    counts = torch.tensor(batch.padded_lengths, dtype=torch.int64, device=batch.input_ids.device)
-    row = torch.repeat_interleave(counts, output_size=sum(batch.padded_lengths))
+    row, _ = ramp(batch.padded_lengths, batch.input_ids.device)
     shift = (run.batch.cu_seqlens_padded - batch.cu_seqlens_padded).long()[row]
     place = torch.arange(row.shape[0], device=row.device) + shift
     return place if b == 1 else (place % s) * b + place // s
@@ -207,10 +200,12 @@ def make_forward(model: nn.Module, layout: str = "thd", backend: str | None = No
 
     Raises:
         InvalidInputError: another layout.
-        UnsupportedError: the head is not understood.
+        UnsupportedError: the head is not understood, or rows were asked of a model in fp8.
     """
     if layout not in ("thd", "bshd", "nested"):
         raise InvalidInputError(f"layout: got {layout!r}, expected 'thd', 'bshd' or 'nested'")
+    if layout == "bshd" and getattr(language_model(model).config, "fp8", None):
+        raise UnsupportedError("layout: got 'bshd' for a model in fp8, expected 'thd' or 'nested'")
     if is_last_stage(model) and not is_value_model(model):
         examined(model, backend)
     return McoreForward(model, layout, backend)
