@@ -38,7 +38,7 @@ RULES: list[tuple[str, int]] = [
         HIDDEN,
     ),
     (r"d_model|n_embd|.*hidden_size_per_layer_input|.*_embed_dims?|out_dim|output_dim", HIDDEN),
-    (r"(n_group|topk_group|num_expert_group|n_shared_experts|.*num_shared_experts|mamba_n_groups|mamba_ngroups)", 1),
+    (r"(n_group|topk_group|num_expert_group|n_shared_experts|.*num_shared_experts|mamba_n_groups|mamba_ngroups|n_groups)", 1),
     (r".*(experts_per_tok|experts_per_token|moe_topk|moe_k|top_k_experts|moe_top_k)", 2),
     (r".*(num_experts|local_experts|routed_experts|expert_num|num_experts_total)", 4),
     (r".*(lora_rank|_rank|lowrank)", 8),
@@ -93,7 +93,14 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "Mamba2Config": {"num_heads": 8},
     "MimiConfig": {"upsample_groups": HIDDEN},
     "Mistral4Config": {"head_dim": 2 * HEAD_DIM},
-    "MuseSparkVisionConfig": {"num_hidden_layers": 4, "hidden_sizes": [HIDDEN] * 4, "depths": [1] * 4},
+    "MuseSparkAudioConfig": {"num_hidden_layers": 4, "hidden_sizes": [HIDDEN] * 4, "depths": [1] * 4},
+    "Zamba2Config": {"layers_block_type": ["linear_attention", "hybrid"], "attention_head_dim": 2 * HEAD_DIM},
+    "ZambaConfig": {
+        "num_hidden_layers": 4,
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "attention_head_dim": 2 * HEAD_DIM,
+    },
+    "Step3p7TextConfig": {"sliding_window": 16},
     "NemotronConfig": {"num_key_value_heads": HEADS},
 }
 DEFAULTS: dict[str, dict[str, Any]] = {
