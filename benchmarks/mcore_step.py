@@ -1,6 +1,6 @@
 """Forward and backward of a Megatron-Core model by fused scores, against its logits path: values, time, peak memory.
 
-    python benchmarks/mcore_step.py [--shape 1B] [--sequences 16 --length 1024] [--output results/NAME.json]
+    python benchmarks/mcore_step.py [--shape 1B] [--sequences 16 --length 2048] [--output results/NAME.json]
 
 A GPTModel of random weights in Llama 3.2 1B's shape, bf16, one process, packed sequences of mixed lengths (THD) through
 `layer_spec`'s attention. First the gate: fused log-probs against fp32 logits of the same hidden states, and gradients
@@ -183,16 +183,16 @@ def gate(gpt: Any, batch: PackedBatch, runs: dict[str, Callable[[], Any]]) -> di
     }
     with torch.no_grad():
         rows = make_forward(gpt, "bshd")(batch, temperature=TEMPERATURE).log_probs
-    found["log_probs, fused, packed against padded rows"] = float((rows - kept["fused"][0]).abs().max())
+    apart = (rows - kept["fused"][0])[live].abs()  # another attention kernel, in bf16 through all layers
+    found["log_probs, packed against padded rows, mean"] = float(apart.mean())
     for one, a, b in zip(names, kept["fused"][1], kept["logits"][1], strict=True):
         found[f"gradient of {one}, fused against logits"] = float((a - b).float().norm() / b.float().norm())
     if not torch.equal(kept["fused"][0], kept["fused, single pass"][0]):
         raise SystemExit("the single pass has other log_probs; not timed")
-    bounds = [
-        1e-3 if "fused, against" in key or "pass" in key else 0.5 if "log_probs" in key else 0.05 for key in found
-    ]
-    if not all(value <= bound for value, bound in zip(found.values(), bounds, strict=True)):
-        raise SystemExit(f"{found}; not timed")
+    for key, value in found.items():
+        bound = 1e-3 if "fp64" in key and "fused" in key else 0.5 if "fp64" in key else 0.05
+        if not value <= bound:
+            raise SystemExit(f"{key}: {value}, expected at most {bound}; not timed")
     return found
 
 
@@ -270,7 +270,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="1B")
     parser.add_argument("--sequences", type=int, default=16)
-    parser.add_argument("--length", type=int, default=1024, help="tokens of the longest")
+    parser.add_argument("--length", type=int, default=2048, help="tokens of the longest")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--runs", nargs="+", help="only these candidates")
     parser.add_argument("--output", type=Path, help="where to write the figures as JSON")
@@ -280,7 +280,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         store = dist.FileStore(f"{folder}/store", 1)
         dist.init_process_group("nccl", store=store, rank=0, world_size=1)
-        parallel_state.initialize_model_parallel()
+        parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
         tensor_parallel.model_parallel_cuda_manual_seed(1234)
         record = run_benchmark(args, torch.device("cuda", torch.cuda.current_device()))
         dist.destroy_process_group()
