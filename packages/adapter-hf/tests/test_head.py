@@ -160,3 +160,22 @@ def test_a_head_that_zero_3_holds_in_parts_is_refused(make_model: Any) -> None:
     assert "fully_shard" in (inspect_head(model).reason or "")
     with pytest.raises(UnsupportedError, match="ZeRO-3"):
         bind(model)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_vocabulary_that_is_resized_after_bind(tied: bool, make_model: Any, tokens: Tensor, check: Any) -> None:
+    """Padded to a multiple of 64: the model's own logits have the rows that were added, and so have scores."""
+    model = bind(make_model("llama", tie_word_embeddings=tied))
+    model.resize_token_embeddings(101, pad_to_multiple_of=64, mean_resizing=False)
+    assert model.lm_head.weight.shape == (128, 32)
+    assert_own(model, tokens, check)
+    assert inspect_head(bind(model)).vocab_size == 128
+
+
+def test_an_adapter_of_dora_that_is_merged_or_off(make_model: Any, tokens: Tensor, check: Any) -> None:
+    model = with_lora(make_model(), use_dora=True)
+    with model.disable_adapter():
+        bind(model)
+        assert_own(model, tokens, check)
+    model.merge_adapter()
+    assert_own(model, tokens, check)
