@@ -29,7 +29,7 @@ CPU_SECONDS, SECONDS, BYTES = 60, 600, 12 << 30  # for each class
 ORDER = ("wrong", "right", "refused", "not run", "not built")
 MEANING = {
     "right": "log-probabilities, entropies and the gradients of all parameters equal those of its own logits",
-    "wrong": "they do not; there must be none",
+    "wrong": "scores or gradients differ from those of its own logits; there must be none",
     "refused": "`bind` raises with the reason, and the model is as it was",
     "not run": "its own forward gives no logits for text alone",
     "not built": "no tiny model of it could be made here",

@@ -38,7 +38,7 @@ RULES: list[tuple[str, int]] = [
         HIDDEN,
     ),
     (r"d_model|n_embd|.*hidden_size_per_layer_input|.*_embed_dims?|out_dim|output_dim", HIDDEN),
-    (r"(n_group|topk_group|num_expert_group|n_shared_experts|.*num_shared_experts|mamba_n_groups|mamba_ngroups|n_groups)", 1),
+    (r"(n_group|topk_group|num_expert_group|n_shared_experts|.*num_shared_experts|(mamba_)?n_?groups)", 1),
     (r".*(experts_per_tok|experts_per_token|moe_topk|moe_k|top_k_experts|moe_top_k)", 2),
     (r".*(num_experts|local_experts|routed_experts|expert_num|num_experts_total)", 4),
     (r".*(lora_rank|_rank|lowrank)", 8),
