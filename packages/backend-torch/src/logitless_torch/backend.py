@@ -7,6 +7,7 @@ import torch
 from logitless.types import Request
 from logitless_torch.backward import backward
 from logitless_torch.forward import forward
+from logitless_torch.kl import kl_backward, kl_forward
 from logitless_torch.policy import policy_loss
 
 __all__ = ["TorchBackend"]
@@ -31,3 +32,5 @@ class TorchBackend:
     forward = staticmethod(forward)
     backward = staticmethod(backward)
     policy_loss = staticmethod(policy_loss)
+    kl_forward = staticmethod(kl_forward)
+    kl_backward = staticmethod(kl_backward)

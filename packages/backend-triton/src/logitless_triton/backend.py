@@ -69,6 +69,30 @@ class TritonBackend:
 
         return policy_loss(problem, entropy=entropy, token_loss=token_loss, needs=needs, grad_buffer=grad_buffer)
 
+    def kl_forward(self, student: Problem, teacher: Problem, *, direction: str, beta: float) -> tuple[Tensor, Tensor]:
+        """`logitless_triton.kl.kl_forward`."""
+        from logitless_triton.kl import kl_forward
+
+        found: tuple[Tensor, Tensor] = kl_forward(student, teacher, direction=direction, beta=beta)
+        return found
+
+    def kl_backward(
+        self,
+        student: Problem,
+        teacher: Problem,
+        stats: Tensor,
+        grad: Tensor,
+        needs: Needs,
+        *,
+        direction: str,
+        beta: float,
+    ) -> Gradients:
+        """`logitless_triton.kl.kl_backward`."""
+        from logitless_triton.kl import kl_backward
+
+        found: Gradients = kl_backward(student, teacher, stats, grad, needs, direction=direction, beta=beta)
+        return found
+
     def multiply_(self, gradient: Tensor, factor: Tensor) -> None:
         """`logitless_triton.rounding.multiply_`."""
         from logitless_triton.rounding import multiply_
@@ -104,12 +128,19 @@ def _device(device: torch.device) -> str | None:
 
 
 def _dtypes(request: Request) -> str | None:
-    hidden, weight = request.hidden_dtype, request.weight_dtype
+    reason = _pair(request.hidden_dtype, request.weight_dtype, request.device)
+    if reason is None and request.ref_dtypes is not None:
+        reason = _pair(*request.ref_dtypes, request.device)
+        return reason and f"of the reference, {reason}"
+    return reason
+
+
+def _pair(hidden: torch.dtype, weight: torch.dtype, device: torch.device) -> str | None:
     for name, dtype in (("hidden", hidden), ("weight", weight)):
         if dtype not in SERVED:
             return f"{name} is {dtype}, and it serves bfloat16, float16 and float32; take the torch backend"
     if torch.promote_types(hidden, weight) != weight:
         return f"hidden is {hidden} and weight {weight}, whose whole it would have to copy; cast hidden to {weight}"
-    if request.device.type == "cpu" and weight == torch.bfloat16:
+    if device.type == "cpu" and weight == torch.bfloat16:
         return "Triton's interpreter computes bfloat16 products wrongly; use float32 or float16 there"
     return None

@@ -5,6 +5,7 @@ from importlib.metadata import version
 from logitless import errors, losses, mismatch, reference
 from logitless._registry import PluginStatus, adapters, backends, make_forward, use_backend
 from logitless.head import LMHead
+from logitless.kl import linear_kl
 from logitless.linear import linear_log_probs
 from logitless.packing import PackedBatch
 from logitless.policy import linear_policy_loss
@@ -34,6 +35,7 @@ __all__ = [
     "adapters",
     "backends",
     "errors",
+    "linear_kl",
     "linear_log_probs",
     "linear_policy_loss",
     "losses",

@@ -276,6 +276,7 @@ def make_call(
     validate: bool,
     backend: str | None,
     policy_loss: bool = False,
+    ref_dtypes: tuple[torch.dtype, torch.dtype] | None = None,
 ) -> tuple[Call, bool]:
     """The checked call on flat tensors, and whether any gradient is wanted; chooses the backend."""
     if isinstance(head, Tensor):
@@ -318,6 +319,7 @@ def make_call(
         grad_buffer=head.grad_buffer is not None,
         group_size=size,
         policy_loss=policy_loss,
+        ref_dtypes=ref_dtypes,
         validate=validate,
     )
     temperature_N = None

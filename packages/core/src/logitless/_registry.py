@@ -153,6 +153,13 @@ def requested_backend(argument: str | None) -> str | None:
     return argument or _override.get() or os.environ.get(ENVIRONMENT) or None
 
 
+def _lacks(backend: Any, request: Request) -> str | None:
+    """Why a backend cannot serve a request that asks for attributes which it may leave out."""
+    if request.ref_dtypes is None or (hasattr(backend, "kl_forward") and hasattr(backend, "kl_backward")):
+        return None
+    return "it computes no divergences (linear_kl); take another backend, such as torch"
+
+
 def explain_choice(request: Request, requested: str | None = None) -> Choice:
     """What `choose_backend` would take, without raising."""
     serving: dict[str, int] = {}
@@ -160,7 +167,7 @@ def explain_choice(request: Request, requested: str | None = None) -> Choice:
     for name in dict.fromkeys((*_entries(BACKENDS), *([requested] if requested else []))):
         plugin, error = _attempt(BACKENDS, name)
         try:
-            reason = str(error) if error is not None else plugin.supports(request)
+            reason = str(error) if error is not None else _lacks(plugin, request) or plugin.supports(request)
         except Exception as raised:  # a plugin's fault must not hide the others
             reason = f"its supports() raised {type(raised).__name__}: {raised}"
         if reason is None:
@@ -183,7 +190,7 @@ def choose_backend(request: Request, requested: str | None) -> Backend:
     if requested is not None:
         backend: Backend = load(BACKENDS, requested)
         try:
-            reason = backend.supports(request)
+            reason = _lacks(backend, request) or backend.supports(request)
         except Exception as error:
             raise BrokenPluginError(f"backend {requested!r}: its supports() raised {error!r}") from error
         if reason is not None:

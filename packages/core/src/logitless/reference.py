@@ -5,13 +5,15 @@ Shape suffixes: N tokens, D hidden size, V vocab rows.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from logitless.head import LMHead
 from logitless.types import TokenLogProbs
 
-__all__ = ["head_logits", "linear_log_probs", "raw_logits", "scores_of", "tempered"]
+__all__ = ["head_logits", "linear_kl", "linear_log_probs", "raw_logits", "scores_of", "tempered"]
 
 
 def raw_logits(hidden: Tensor, head: LMHead) -> Tensor:
@@ -55,3 +57,34 @@ def linear_log_probs(
 ) -> TokenLogProbs:
     """`scores_of(head_logits(hidden, head, temperature), labels, ignore_index)`."""
     return scores_of(head_logits(hidden, head, temperature), labels, ignore_index)
+
+
+def linear_kl(
+    hidden: Tensor,
+    head: LMHead,
+    ref_hidden: Tensor,
+    ref_head: LMHead,
+    *,
+    direction: str = "forward",
+    beta: float = 0.5,
+    temperature: Tensor | float = 1.0,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """KL(reference‖student), its reverse, or their Jensen-Shannon divergence, [...] in nats; 0.0 where not `mask`."""
+    live = torch.ones(hidden.shape[:-1], dtype=torch.bool, device=hidden.device) if mask is None else mask
+    log_p, log_q = (
+        head_logits(h, w, temperature)[live][:, : w.vocab_size].log_softmax(-1)
+        for h, w in ((hidden, head), (ref_hidden, ref_head))
+    )
+    if direction == "jsd":
+        p, q = (x.clamp(min=-1e30) for x in (log_p, log_q))  # the mixture of two -inf has no gradient
+        log_m = torch.logaddexp(q + math.log(beta), p + math.log1p(-beta))
+        value = beta * _kl(log_q, log_m) + (1 - beta) * _kl(log_p, log_m)
+    else:
+        value = _kl(log_q, log_p) if direction == "forward" else _kl(log_p, log_q)
+    return value.new_zeros(live.shape).masked_scatter(live, value)
+
+
+def _kl(log_a: Tensor, log_b: Tensor) -> Tensor:
+    """`Σ a·log(a/b)` over the last dimension, where 0·log(0/b) = 0."""
+    return (log_a.exp() * (log_a - log_b).masked_fill(log_a == float("-inf"), 0.0)).sum(-1)

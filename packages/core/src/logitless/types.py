@@ -93,6 +93,7 @@ class Request:
     grad_buffer: bool = False
     group_size: int = 1  # ranks that share the vocabulary
     policy_loss: bool = False  # single pass: forward and backward in one
+    ref_dtypes: tuple[torch.dtype, torch.dtype] | None = None  # of a divergence: the reference's hidden and weight
     workspace_bytes: int = 512 << 20
     validate: bool = True
 
@@ -185,9 +186,11 @@ class Backend(Protocol):
 
     The functions are plain: autograd, custom ops, validation, ignored tokens and the choice of backend are core's.
 
-    Two attributes may be left out. `speculates = True`: `forward` may be called before the host knows whether all
+    Some attributes may be left out. `speculates = True`: `forward` may be called before the host knows whether all
     tokens are live (`Problem.live_count`). `multiply_(gradient, factor)`: multiplies a gradient in place by a factor []
-    on the device, at no cost where that is 1.
+    on the device, at no cost where that is 1. For `linear_kl`, of two problems with the same tokens and vocab rows:
+    `kl_forward(student, teacher, *, direction, beta)` gives the divergences [n] and statistics [5, n] (opaque to core),
+    `kl_backward(student, teacher, stats, grad, needs, *, direction, beta)` the student's `Gradients` for upstream [n].
     """
 
     @property

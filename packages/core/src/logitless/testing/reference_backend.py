@@ -19,7 +19,7 @@ from torch import Tensor
 
 from logitless import _registry
 from logitless.head import LMHead
-from logitless.reference import head_logits, linear_log_probs
+from logitless.reference import head_logits, linear_kl, linear_log_probs
 from logitless.types import PROTOCOL, Backend, Forwarded, Gradients, Needs, PolicyResult, Problem, Request, TokenLoss
 
 __all__ = ["ReferenceBackend", "installed"]
@@ -90,11 +90,7 @@ class ReferenceBackend:
         if grad_entropy is not None:
             entropy = -(p * log_p).sum(1, keepdim=True)
             dz = dz - grad_entropy.unsqueeze(1) * p * (log_p + entropy)
-        per_token = temperature.unsqueeze(1) if isinstance(temperature, Tensor) else temperature
-        if head.softcap is not None:
-            dz = dz * (1.0 - (z.masked_fill(z.isinf(), 0.0) * per_token / head.softcap).square())
-        dz = dz / per_token * head.scale
-        return _products(problem, dz, hidden, head, needs, grad_buffer)
+        return _products(problem, _raw(dz, z, head, temperature), hidden, head, needs, grad_buffer)
 
     def policy_loss(
         self, problem: Problem, *, entropy: bool, token_loss: TokenLoss, needs: Needs, grad_buffer: Tensor | None
@@ -106,6 +102,44 @@ class ReferenceBackend:
         if grads is not None:
             gradients = self.backward(_widened(problem), out.stats, out.kept, *grads, needs, grad_buffer)
         return PolicyResult(out.log_probs, out.entropy, gradients)
+
+    def kl_forward(self, student: Problem, teacher: Problem, *, direction: str, beta: float) -> tuple[Tensor, Tensor]:
+        """Divergences of the live tokens, and no statistics."""
+        value = _kl(student, teacher, direction, beta)
+        return value, value.new_zeros(5, len(value))
+
+    def kl_backward(
+        self,
+        student: Problem,
+        teacher: Problem,
+        stats: Tensor,
+        grad: Tensor,
+        needs: Needs,
+        *,
+        direction: str,
+        beta: float,
+    ) -> Gradients:
+        """dz = p - q, or p·(G - Σ p·G) with G = log(p/q) or (1 - beta)·log(p/m), and dz's products."""
+        (hidden, head, _, temperature), (ref_hidden, ref_head, _, _) = _inputs(student), _inputs(teacher)
+        z = head_logits(hidden, head, temperature)
+        log_p, log_q = (x.log_softmax(-1).clamp(min=-1e30) for x in (z, head_logits(ref_hidden, ref_head, temperature)))
+        columns = min(z.shape[1], log_q.shape[1])  # either may be padded further than the other
+        p, q = log_p.exp(), torch.zeros_like(log_p)
+        q[:, :columns] = log_q.exp()[:, :columns]
+        if direction == "forward":
+            dz = p - q
+        else:
+            slope = log_p - q.log().clamp(min=-1e30)
+            if direction == "jsd":
+                slope = (1 - beta) * (log_p - (beta * q + (1 - beta) * p).log().clamp(min=-1e30))
+            dz = p * (slope - (p * slope).sum(1, keepdim=True))
+        return _products(student, _raw(grad.unsqueeze(1) * dz, z, head, temperature), hidden, head, needs, None)
+
+
+def _kl(student: Problem, teacher: Problem, direction: str, beta: float) -> Tensor:
+    hidden, head, _, temperature = _inputs(student)
+    ref_hidden, ref_head, _, _ = _inputs(teacher)
+    return linear_kl(hidden, head, ref_hidden, ref_head, direction=direction, beta=beta, temperature=temperature)
 
 
 def _widened(problem: Problem) -> Problem:
@@ -122,6 +156,14 @@ def _widened(problem: Problem) -> Problem:
         lora_u=wide(problem.lora_u),
         lora_b=wide(problem.lora_b),
     )
+
+
+def _raw(dz: Tensor, z: Tensor, head: LMHead, temperature: Tensor | float) -> Tensor:
+    """The gradient of raw logits from that of tempered ones: through 1/T, the softcap and the scale."""
+    per_token = temperature.unsqueeze(1) if isinstance(temperature, Tensor) else temperature
+    if head.softcap is not None:
+        dz = dz * (1.0 - (z.masked_fill(z.isinf(), 0.0) * per_token / head.softcap).square())
+    return dz / per_token * head.scale
 
 
 def _products(
