@@ -184,15 +184,18 @@ def demo(session: nox.Session) -> None:
 def trl(session: nox.Session) -> None:
     """A real GRPOTrainer on the demo's model: stock, full logits and ours train alike, with and without LoRA."""
     install(session, ["core", "torch", "hf"], "gguf", "accelerate", "peft", "trl==1.16.*")
-    session.run("python", "examples/fetch_model.py", "demo-output/SmolLM2-135M-Instruct", env={"PYTHONDONTWRITEBYTECODE": None})
-    session.run("python", "benchmarks/trl_equality.py", "--model", "demo-output/SmolLM2-135M-Instruct", *session.posargs, env=ENV)
+    model = "demo-output/SmolLM2-135M-Instruct"
+    session.run("python", "examples/fetch_model.py", model, env={"PYTHONDONTWRITEBYTECODE": None})
+    session.run("python", "benchmarks/trl_equality.py", "--model", model, *session.posargs, env=ENV)
 
 
 @nox.session(default=False)
 def bench(session: nox.Session) -> None:
-    """Runs one benchmark: `nox -s bench -- NAME [its options]`; without a name it lists them."""
-    scripts = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py"))
-    if not session.posargs or session.posargs[0] not in scripts:
-        session.error(f"name one of the scripts in benchmarks/: {', '.join(scripts) or 'there is none yet'}")
-    install(session, ["core", "torch", "hf"], "trl==1.16.*", "peft")
-    session.run("python", f"benchmarks/{session.posargs[0]}.py", *session.posargs[1:])
+    """Runs one benchmark: `nox -s bench -- op [options of logitless bench]`, or a script in benchmarks/ by its name."""
+    scripts = sorted({path.stem for path in (ROOT / "benchmarks").glob("*.py")} - {"tables"})
+    if not session.posargs or session.posargs[0] not in ("op", *scripts):
+        session.error(f"name one of: op, {', '.join(scripts)}")
+    install(session, ["core", "torch", "triton", "hf"], "trl==1.16.*", "peft")
+    name, *options = session.posargs
+    command = ["logitless", "bench"] if name == "op" else ["python", f"benchmarks/{name}.py"]
+    session.run(*command, *options)

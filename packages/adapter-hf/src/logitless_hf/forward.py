@@ -121,7 +121,7 @@ class PackedForward:
                 **media,
             )
         for name in ("log_probs", "entropy", "values"):
-            scores = out[name] if name in out else None  # not the attribute: see `for_ddp`
+            scores = out.get(name)  # type: ignore[no-untyped-call]  # not the attribute: see `for_ddp`
             if scores is not None:
                 setattr(out, name, rows.to_packed(scores))
         return out
