@@ -156,7 +156,7 @@ def _restored_on_error(model: nn.Module) -> Iterator[None]:
         raise
 
 
-def _bind(model: Model, backend: str | None, always: bool) -> Model:
+def _bind(model: Model, backend: str | None, always: bool, at_once: bool = True) -> Model:
     target = _causal_lm(model)
     unbind(model)
     base: Any = type(target)
@@ -172,7 +172,7 @@ def _bind(model: Model, backend: str | None, always: bool) -> Model:
     with _restored_on_error(target):
         if hooked:  # accelerate's hook calls what it found as _old_forward
             target.__dict__["_old_forward"] = MethodType(bound_class(base).forward, target)
-        if has_weights(target):
+        if at_once and has_weights(target):
             _examine(target, target)
     return model
 
@@ -199,9 +199,12 @@ def bind(model: Model, backend: str | None = None) -> Model:
     return _bind(model, backend, always=False)
 
 
-def bind_always(model: Model, backend: str | None = None) -> Model:
-    """`bind`, but the model returns scores without being asked, except within `generate`."""
-    return _bind(model, backend, always=True)
+def bind_always(model: Model, backend: str | None = None, at_once: bool = True) -> Model:
+    """`bind`, but the model returns scores without being asked, except within `generate`.
+
+    Without `at_once` it is examined at its first scoring call: for one that some ranks hold on the meta device as yet.
+    """
+    return _bind(model, backend, always=True, at_once=at_once)
 
 
 def unbind(model: Model) -> Model:
