@@ -1,7 +1,7 @@
 """verl's Hugging Face actors (its FSDP engines), with log-probabilities and entropies computed here.
 
 With `use_fused_kernels=True` verl hands each model to `patch_forward_with_backends`, and from then on calls it with
-`temperature=` and `shift_labels=` and reads `log_probs` and `entropy`. `register` puts a function of ours in that place:
+`temperature=` and `shift_labels=`, and reads `log_probs` and `entropy`. `register` puts a function of ours there:
 it binds the one model, where verl's own overwrites the forward of its class. verl's kernel is not replaced, nor used.
 
 verl calls nothing in its plugins, it only loads them: `verl_plugin` is what its entry point names.
@@ -135,7 +135,9 @@ def refuse(reason: str) -> None:
         return
 
     @functools.wraps(original)
-    def patch_forward_with_backends(model: nn.Module, use_fused_kernels: bool = False, *args: Any, **kwargs: Any) -> Any:
+    def patch_forward_with_backends(
+        model: nn.Module, use_fused_kernels: bool = False, *args: Any, **kwargs: Any
+    ) -> Any:
         if use_fused_kernels:
             raise UnsupportedError(f"use_fused_kernels: {reason}; VERL_USE_EXTERNAL_PLUGINS=none has verl's own")
         return original(model, use_fused_kernels, *args, **kwargs)
@@ -154,7 +156,7 @@ def unregister() -> None:
 
 
 def state() -> str:
-    """"registered", "not registered", or "refused: " and why, in this process."""
+    """ "registered", "not registered", or "refused: " and why, in this process."""
     found = getattr(sys.modules.get(MODULE), SEAM, None)
     if hasattr(found, REASON):
         return f"refused: {getattr(found, REASON)}"

@@ -64,8 +64,8 @@ def forward_as(module: nn.Module, function: Callable[..., Any], name: str = "for
             module.__dict__[name] = before
 
 
-def run_scored(model: Any, inputs: Mapping[str, Any], score: Score) -> Any:
-    """Run a model's last stage with `score` where it would make logits; what `score` returned.
+def run_scored(model: Any, inputs: Mapping[str, Any], score: Score, call: Callable[..., Any] | None = None) -> Any:
+    """Run a model's last stage, or `call` of it, with `score` where it would make logits; what `score` returned.
 
     Raises:
         UnsupportedError: the model calls its output layer never, or more than once.
@@ -90,12 +90,12 @@ def run_scored(model: Any, inputs: Mapping[str, Any], score: Score) -> Any:
     if _takes_processor(cls):
         handle = inner.register_forward_pre_hook(asks, with_kwargs=True)
         try:
-            model(**inputs)
+            (call or model)(**inputs)
         finally:
             handle.remove()
     else:
         with forward_as(inner.output_layer, fused):
-            model(**inputs)
+            (call or model)(**inputs)
     if not found:
         raise UnsupportedError(f"{type(inner).__qualname__}: its forward never calls its output layer")
     return found[0]
