@@ -119,7 +119,8 @@ def _compare(model: Any, inputs: dict[str, Tensor], report: Any) -> dict[str, fl
         hook = head.register_forward_pre_hook(lambda module, args: hidden.append(args[0]))
         logits = model(**inputs, use_cache=False).logits
         hook.remove()
-        plain = linear_log_probs(hidden[0], head.weight.to(hidden[0].dtype), targets, temperature=TEMPERATURE)
+        first = hidden[0][:, 0] if hidden[0].ndim == 4 else hidden[0]  # of several streams, the next token's
+        plain = linear_log_probs(first, head.weight.to(first.dtype), targets, temperature=TEMPERATURE)
         untransformed = _largest(plain.log_probs - _own_scores(logits, targets)[0])
     return {"score_error": worst_score, "gradient_error": worst_gradient, "untransformed": untransformed}
 
@@ -128,6 +129,7 @@ def _told(report: Any) -> str:
     parts = [] if report.scale == 1 else [f"× {report.scale:.6g}"]
     parts += [] if report.softcap is None else [f"softcap {report.softcap:.6g}"]
     parts += ["bias"] if report.bias else []
+    parts += ["own forward"] if report.own_forward else []
     return ", ".join(parts) or "none"
 
 

@@ -179,3 +179,135 @@ def test_an_adapter_of_dora_that_is_merged_or_off(make_model: Any, tokens: Tenso
         assert_own(model, tokens, check)
     model.merge_adapter()
     assert_own(model, tokens, check)
+
+
+class RowScaled(nn.Linear):
+    """A head with a learned scale for each vocab row, and logits in float32 or more."""
+
+    def __init__(self, linear: nn.Linear, bias: bool = False) -> None:
+        super().__init__(linear.in_features, linear.out_features, bias, dtype=linear.weight.dtype)
+        self.weight = linear.weight
+        self.row_scale = nn.Parameter(torch.linspace(0.5, 2, linear.out_features, dtype=linear.weight.dtype))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        logits = super().forward(hidden)
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        return logits.to(wide) * self.row_scale.to(wide)
+
+
+def with_head(model: Any, head: type[nn.Linear], **options: Any) -> Any:
+    model.lm_head = head(model.lm_head, **options)
+    return model
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "cohere"], indirect=True)
+def test_a_head_whose_own_forward_is_linear(
+    training: bool, family: str, make_model: Any, tokens: Tensor, check: Any
+) -> None:
+    plain = bind(make_model(family))(tokens, return_log_probs=True, temperature=0.7).log_probs
+    model = bind(with_head(make_model(family), RowScaled)).train(training)
+    assert_own(model, tokens, check)
+    assert (model(tokens, return_log_probs=True, temperature=0.7).log_probs - plain)[:, :-1].abs().max() > 0.5
+    assert inspect_head(model).own_forward
+    assert not inspect_head(make_model(family)).own_forward
+
+
+def test_lora_on_a_head_with_a_forward_of_its_own(make_model: Any, tokens: Tensor, check: Any) -> None:
+    model = with_lora(bind(with_head(make_model(), RowScaled)))
+    assert_own(model, tokens, check)
+    assert_own(model.merge_and_unload(), tokens, check)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_head_of_its_own_in_low_precision(dtype: torch.dtype, make_model: Any, tokens: Tensor) -> None:
+    """No further from float32 than the model's own logits are, twice over."""
+    model = with_head(make_model(dtype=dtype), RowScaled)
+    hidden = model.model(tokens).last_hidden_state.float()
+    exact = (hidden @ (model.lm_head.weight.float() * model.lm_head.row_scale.float().unsqueeze(-1)).T).log_softmax(-1)
+    own = model(tokens).logits.log_softmax(-1)
+    got = bind(model)(tokens, return_log_probs=True).log_probs[:, :-1]
+    wanted = exact[:, :-1].gather(-1, tokens[:, 1:, None]).squeeze(-1)
+    assert (got - wanted).abs().max() <= 2 * (own - exact).abs().max()
+
+
+class Offset(RowScaled):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden) + 0.5
+
+
+class Capped(RowScaled):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return 30 * torch.tanh(super().forward(hidden) / 30)
+
+
+class Normed(RowScaled):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(nn.functional.normalize(hidden, dim=-1))
+
+
+class Dropped(RowScaled):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(nn.functional.dropout(hidden, 0.1, self.training))
+
+
+class Rowwise(RowScaled):
+    def forward(self, hidden: Tensor) -> Tensor:
+        scale = torch.arange(1, hidden.shape[0] + 1).view(-1, *[1] * (hidden.ndim - 1))
+        return super().forward(hidden) * (1 if hidden.ndim < 3 else scale)
+
+
+class EightBits(RowScaled):
+    def forward(self, hidden: Tensor) -> Tensor:
+        step = hidden.abs().amax(-1, keepdim=True) / 127
+        return super().forward(hidden + ((hidden / step.clamp(min=1e-9)).round() * step - hidden).detach())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("head", [Offset, Capped, Normed, Dropped, Rowwise, EightBits])
+def test_a_head_whose_own_forward_is_not_linear_is_refused(
+    head: type[nn.Linear], dtype: torch.dtype, make_model: Any
+) -> None:
+    model = make_model(dtype=dtype)
+    with torch.no_grad():
+        model.lm_head.weight.div_(200)  # so that no cap shows at the model's own hidden states
+    with pytest.raises(UnsupportedError, match="is not linear in the hidden states"):
+        bind(with_head(model, head))
+    assert type(model).__name__ == "LlamaForCausalLM"
+    with pytest.raises(UnsupportedError, match="is not linear in the hidden states"):
+        bind(with_head(make_model(dtype=dtype), RowScaled, bias=True) if head is Offset else model)
+
+
+class Streams(nn.Module):
+    """In place of a trunk's last norm: two streams of hidden states, as families that predict several tokens ahead."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return torch.stack([self.norm(hidden), -hidden], 1)
+
+
+def streams(make_model: Any, pick: Any) -> Any:
+    model = make_model()
+    base = type(model)
+    model.model.norm = Streams(model.model.norm)
+
+    def forward(self: Any, input_ids: Tensor | None = None, **kwargs: Any) -> Any:
+        output = base.forward(self, input_ids=input_ids, **kwargs)
+        output.logits = pick(output.logits)
+        return output
+
+    model.__class__ = type("Ahead", (base,), {"forward": forward})
+    return model
+
+
+def test_of_several_streams_the_next_tokens_is_scored(make_model: Any, tokens: Tensor, check: Any) -> None:
+    assert_own(bind(streams(make_model, lambda z: z[:, 0])), tokens, check)
+
+
+@pytest.mark.parametrize("pick", [lambda z: z[:, 1], lambda z: z.mean(1), lambda z: z[:, 0] + 0 * z[:, 1]])
+def test_logits_of_another_stream_are_refused(pick: Any, make_model: Any) -> None:
+    with pytest.raises(UnsupportedError, match="infinite or NaN"):
+        bind(streams(make_model, pick))

@@ -191,12 +191,7 @@ def test_a_hook_that_alters_the_logits_is_caught_by_the_self_check(make_model: A
         bind(model)
 
 
-class OtherForward(nn.Linear):
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input) * 2
-
-
-CASES = ["none", "no linear", "other forward", "instance forward", "quantised", "twice", "never", "elsewhere"]
+CASES = ["none", "no linear", "instance forward", "quantised", "twice", "never", "elsewhere"]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -208,8 +203,6 @@ def test_a_head_that_is_not_understood_is_refused(case: str, make_model: Any) ->
         model.get_output_embeddings = lambda: None
     elif case == "no linear":
         model.lm_head = nn.LayerNorm(32)
-    elif case == "other forward":
-        model.lm_head = OtherForward(32, 101, bias=False).double()
     elif case == "instance forward":
         model.lm_head.forward = lambda hidden: hidden @ model.lm_head.weight.T * 2
     elif case == "quantised":
@@ -223,7 +216,7 @@ def test_a_head_that_is_not_understood_is_refused(case: str, make_model: Any) ->
         model.get_output_embeddings = lambda: spare
     else:
         model.get_output_embeddings = lambda: nn.Linear(32, 101, bias=False)
-    with pytest.raises(UnsupportedError, match=words.get(case, "a forward other than nn.Linear's")):
+    with pytest.raises(UnsupportedError, match=words.get(case, "a forward on its instance")):
         bind(model)
     if case != "none":
         assert inspect_head(model).reason

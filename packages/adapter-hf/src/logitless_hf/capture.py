@@ -11,14 +11,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from logitless.errors import UnsupportedError
-from logitless_hf.head import Head, find_head, in_slot, lora_pairs
-from logitless_hf.sharding import Results, local_rows, opened, sealed
+from logitless_hf.head import Head, find_head, in_slot, lora_pairs, own_weight
+from logitless_hf.sharding import HeadRows, Results, local_rows, opened, sealed
 
-__all__ = ["StandIn", "call_head", "capture"]
+__all__ = ["StandIn", "call_head", "capture", "check_linear", "first_stream"]
 
 
 class StandIn(nn.Module):
@@ -42,6 +43,12 @@ class StandIn(nn.Module):
         return self._answer(hidden)
 
 
+def first_stream(x: Tensor) -> Tensor:
+    """Of [batch, streams, sequence, …], which a family that predicts several tokens ahead gives its head, the next
+    token's; anything else as it is. The probe finds out whether the logits are of that stream."""
+    return x[:, 0] if x.ndim == 4 else x
+
+
 def _no_logits(hidden: Tensor) -> Tensor:
     return hidden.new_zeros(*hidden.shape[:-1], 0)
 
@@ -52,7 +59,7 @@ def capture(
     """Run `call` with a stand-in for the model's head.
 
     Returns:
-        What `call` returned, the hidden states [..., D] that reached the head, and the head.
+        What `call` returned, the hidden states [..., D] whose product the logits are, and the head.
     """
     head = find_head(model)
     stand_in = StandIn(head, answer)
@@ -60,7 +67,7 @@ def capture(
         output = call()
     if stand_in.hidden is None:
         raise UnsupportedError(f"{type(model).__qualname__}: its forward never calls the head that it names")
-    return output, stand_in.hidden, head
+    return output, first_stream(stand_in.hidden), head
 
 
 @contextmanager
@@ -78,6 +85,45 @@ def _forward_as(module: nn.Module, function: Callable[..., Any]) -> Iterator[Non
             module.__dict__[name] = before
 
 
+def check_linear(model: nn.Module, call: Callable[[], Any]) -> None:
+    """Refuse a head with a forward of its own that is not linear, in the mode that the model is in.
+
+    It is called within `call`, where FSDP has gathered it, on random vectors from small to large.
+    """
+    head = find_head(model)
+    if not head.own:
+        return
+
+    @torch.no_grad()
+    def compare(hidden: Tensor) -> Tensor:
+        weight = own_weight(head.linear, hidden)
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        rounding = max(torch.finfo(dtype).eps for dtype in (hidden.dtype, weight.dtype))
+        if hidden.device.type != "cpu":
+            rounding = max(rounding, 2**-10)  # its product may be in TF32
+        drawn = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        for size in (2.0**-4, 1.0, 2.0**8):
+            x = (size * drawn).to(hidden)
+            expected = x.to(wide) @ weight.T.to(wide)
+            error = type(head.linear).forward(head.linear, x).to(wide) - expected
+            bound = 16 * rounding * (x.to(wide).abs() @ weight.T.to(wide).abs())
+            # And on the whole within the rounding of the outcome: activations in 8 bits are twice as far off.
+            whole = (0.5 if rounding >= 2**-10 else 16) * rounding * float(expected.norm())
+            if not ((error.abs() <= bound).all() and float(error.norm()) <= whole):
+                raise UnsupportedError(
+                    f"the head's own forward, of {type(head.linear).__qualname__}, is not linear in the hidden states "
+                    "(it has an offset, a cap, a norm, dropout, a quantiser or the like); do that outside of the head"
+                )
+        return hidden.new_zeros(())
+
+    def answer(hidden: Tensor) -> Tensor:
+        with _forward_as(head.linear, compare):
+            head.linear(hidden)
+        return _no_logits(hidden)
+
+    capture(model, call, answer)
+
+
 def call_head(head: Head, hidden: Tensor, op: Callable[..., Results]) -> Any:
     """`op(hidden, rows of the head, lora pairs)`, run as the forward of the head's own modules."""
     exact: list[Results] = []
@@ -85,7 +131,12 @@ def call_head(head: Head, hidden: Tensor, op: Callable[..., Results]) -> Any:
 
     def inner(hidden: Tensor, pairs: tuple[tuple[Tensor, Tensor], ...]) -> Any:
         nonlocal parallel
-        rows = local_rows(head.linear, hidden, head.parallel, bool(head.adapters))
+        if head.own:
+            weight = own_weight(head.linear, hidden)
+            wide = torch.promote_types(hidden.dtype, weight.dtype)  # such a forward may give its logits in float32
+            rows, hidden = HeadRows(weight.to(wide), None), hidden.to(wide)
+        else:
+            rows = local_rows(head.linear, hidden, head.parallel, bool(head.adapters))
         parallel = isinstance(hidden, DTensor)
         exact.append(op(hidden.to_local() if isinstance(hidden, DTensor) else hidden, rows, pairs))
         return sealed(exact[0], hidden) if isinstance(hidden, DTensor) else exact[0]

@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from logitless.errors import UnsupportedError
 from logitless_hf.sharding import is_parallel_forward
 
-__all__ = ["Head", "find_head", "has_weights", "in_slot", "lora_pairs"]
+__all__ = ["Head", "find_head", "has_weights", "in_slot", "lora_pairs", "own_weight"]
 
 LORA_LINEAR = "peft.tuners.lora.layer.Linear"
 MODULES_TO_SAVE = ".ModulesToSaveWrapper"
@@ -32,6 +33,7 @@ class Head:
     linear: nn.Linear
     adapters: tuple[str, ...] = ()  # LoRA adapters of `outer` that are at work
     parallel: bool = False  # whether transformers runs `linear` tensor-parallel, by a forward of its own
+    own: bool = False  # whether `linear` is of a subclass whose forward is another than nn.Linear's
 
 
 def _qualified(module: nn.Module) -> str:
@@ -107,8 +109,11 @@ def find_head(model: nn.Module) -> Head:
         raise UnsupportedError(f"{name}: the head is a {_qualified(linear)}, expected an nn.Linear")
     own = _own_forward(linear)
     parallel = is_parallel_forward(own)
-    if own is not nn.Linear.forward and not parallel:
-        raise UnsupportedError(f"{name}: the head, a {_qualified(linear)}, has a forward other than nn.Linear's")
+    if own not in (nn.Linear.forward, type(linear).forward) and not parallel:
+        raise UnsupportedError(
+            f"{name}: the head, a {_qualified(linear)}, has a forward on its instance, other than its class's; make "
+            "it that of a subclass of nn.Linear"
+        )
     if hasattr(linear.weight, "ds_id") and not linear.weight.numel():
         raise UnsupportedError(
             f"{name}: DeepSpeed's ZeRO-3 holds the head's weight in parts, which is not served; use ZeRO-1 or ZeRO-2, "
@@ -119,7 +124,25 @@ def find_head(model: nn.Module) -> Head:
             f"{name}: the head's weight is {linear.weight.dtype} {tuple(linear.weight.shape)}, expected a float "
             f"{(linear.out_features, linear.in_features)}; a quantised head is not understood"
         )
-    return Head(outer, linear, adapters, parallel)
+    return Head(outer, linear, adapters, parallel, not parallel and own is not nn.Linear.forward)
+
+
+def own_weight(linear: nn.Linear, hidden: Tensor) -> Tensor:
+    """What a head whose own forward is linear multiplies with, [V, D], by calling that on the unit vectors.
+
+    Whatever the forward does to its product row by row (a learned scale, say) is in here, and so are its gradients. It
+    costs as much as D more tokens, and a second weight's memory.
+
+    Args:
+        hidden: [..., D], whose dtype and device the forward is called with.
+    """
+    if isinstance(linear.weight, DTensor) or isinstance(hidden, DTensor):
+        raise UnsupportedError(
+            f"the head, a {_qualified(linear)} with a forward other than nn.Linear's, is sharded in its own forward; "
+            "leave it out of the tensor-parallel plan, or let FSDP gather it"
+        )
+    rows: Tensor = type(linear).forward(linear, torch.eye(linear.in_features, dtype=hidden.dtype, device=hidden.device))
+    return rows.T
 
 
 def has_weights(model: nn.Module) -> bool:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from logitless.errors import UnsupportedError
-from logitless_hf.capture import capture
+from logitless_hf.capture import capture, check_linear, first_stream
 from logitless_hf.head import find_head
 
 __all__ = ["Transform", "identify", "probe_inputs", "probe_tokens", "undisturbed"]
@@ -161,11 +161,16 @@ def _observe(model: nn.Module, call: Callable[..., Any], points: Tensor) -> tupl
     """What the model makes of these logits, float64 on the CPU, and the relative rounding of its own arithmetic."""
 
     def answer(hidden: Tensor) -> Tensor:
-        if hidden.shape[:-1] != points.shape[:-1]:
+        if first_stream(hidden).shape[:-1] != points.shape[:-1]:
             raise UnsupportedError(f"the head got {tuple(hidden.shape)}, expected {(BATCH, LENGTH, hidden.shape[-1])}")
         # Never in bf16: a family's own arithmetic on the logits would be rounded, and the fit misled.
         dtype = torch.float32 if hidden.device.type == "mps" else torch.float64
-        return points.to(hidden.device, dtype, copy=True)  # a family may write to its logits
+        answered = points.to(hidden.device, dtype, copy=True)  # a family may write to its logits
+        if hidden.ndim == 4:  # the other streams' are NaN, so that none is in the logits
+            answered = answered.unsqueeze(1)
+            others = torch.full_like(answered, math.nan).expand(-1, hidden.shape[1] - 1, -1, -1)
+            answered = torch.cat([answered, others], 1)
+        return answered
 
     with torch.enable_grad(), _tracked(model) as names:
         output, _, _ = capture(model, lambda: call(**probe_inputs(model)), answer)
@@ -240,6 +245,7 @@ def identify(model: nn.Module, call: Callable[..., Any]) -> Transform:
     for training in (False, True):
         for module in model.modules():
             module.training = training
+        check_linear(model, lambda: call(**probe_inputs(model)))
         found.append(_fit(points, *_observe(model, call, points)))
     if found[0] != found[1]:
         raise UnsupportedError(

@@ -59,6 +59,7 @@ class HeadReport:
         model: the model's class.
         vocab_size, hidden_size, dtype: of the head's weight; None if there is no such head.
         bias: whether the head has one.
+        own_forward: whether the head's module has a forward of its own, in which more than `weight` may be.
         scale, softcap: s and c.
         adapters: the LoRA adapters on the head that were active.
         reason: None if the head is understood, else why not.
@@ -75,6 +76,7 @@ class HeadReport:
     adapters: tuple[str, ...] = ()
     reason: str | None = None
     values: bool = False
+    own_forward: bool = False
 
     @property
     def transform(self) -> Transform:
@@ -93,6 +95,7 @@ class HeadReport:
             transform.scale,
             transform.softcap,
             head.adapters,
+            own_forward=head.own,
         )
 
     @classmethod
