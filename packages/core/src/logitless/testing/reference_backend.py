@@ -105,7 +105,7 @@ class ReferenceBackend:
 
     def kl_forward(self, student: Problem, teacher: Problem, *, direction: str, beta: float) -> tuple[Tensor, Tensor]:
         """Divergences of the live tokens, and no statistics."""
-        value = _kl(student, teacher, direction, beta)
+        value = _kl(student, teacher, direction, beta).clamp(min=0.0)
         return value, value.new_zeros(5, len(value))
 
     def kl_backward(
@@ -123,13 +123,13 @@ class ReferenceBackend:
         (hidden, head, _, temperature), (ref_hidden, ref_head, _, _) = _inputs(student), _inputs(teacher)
         z = head_logits(hidden, head, temperature)
         log_p, log_q = (x.log_softmax(-1).clamp(min=-1e30) for x in (z, head_logits(ref_hidden, ref_head, temperature)))
-        columns = min(z.shape[1], log_q.shape[1])  # either may be padded further than the other
-        p, q = log_p.exp(), torch.zeros_like(log_p)
-        q[:, :columns] = log_q.exp()[:, :columns]
+        padding = z.shape[1] - log_q.shape[1]  # either may be padded further than the other
+        log_q = torch.nn.functional.pad(log_q, (0, padding), value=-1e30)
+        p, q = log_p.exp(), log_q.exp()
         if direction == "forward":
             dz = p - q
         else:
-            slope = log_p - q.log().clamp(min=-1e30)
+            slope = log_p - log_q
             if direction == "jsd":
                 slope = (1 - beta) * (log_p - (beta * q + (1 - beta) * p).log().clamp(min=-1e30))
             dz = p * (slope - (p * slope).sum(1, keepdim=True))
