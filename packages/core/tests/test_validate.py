@@ -17,6 +17,16 @@ GOOD: dict[str, Any] = {"hidden": torch.zeros(N, D), "labels": torch.arange(N)}
 WEIGHT = torch.zeros(V, D)
 PAIR = (torch.zeros(N, 2), torch.zeros(V, 2))
 
+
+class DTensor(torch.Tensor):
+    """Told by its method, as torch's own."""
+
+    def to_local(self) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor)
+
+
+SHARDED = WEIGHT.as_subclass(DTensor)
+
 # what to change: arguments of the call, or `head`; and the words that the message must hold
 TYPES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "hidden-list": ({"hidden": [[0.0] * D] * N}, ["hidden: got list", "expected a tensor [..., D]"]),
@@ -24,6 +34,8 @@ TYPES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "head-module": ({"head": torch.nn.Linear(D, V)}, ["head: got Linear", "a [V, D] tensor or a logitless.LMHead"]),
     "weight-list": ({"head": LMHead([[0.0] * D])}, ["head.weight: got list", "expected a tensor"]),
     "weight-int": ({"head": torch.zeros(V, D).int()}, ["head.weight: got dtype torch.int32", "float16"]),
+    "weight-dtensor": ({"head": SHARDED}, ["head.weight: got a DTensor", "plain tensor", "to_local()", "tp_group="]),
+    "hidden-dtensor": ({"hidden": torch.zeros(N, D).as_subclass(DTensor)}, ["hidden: got a DTensor", "to_local()"]),
     "bias-int": ({"head": LMHead(WEIGHT, torch.zeros(V).int())}, ["head.bias: got dtype torch.int32", "float"]),
     "scale-text": ({"head": LMHead(WEIGHT, scale="1")}, ["head.scale: got str", "expected a number"]),
     "scale-bool": ({"head": LMHead(WEIGHT, scale=True)}, ["head.scale: got bool", "expected a number"]),

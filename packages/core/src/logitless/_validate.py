@@ -21,6 +21,11 @@ INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 def _tensor(name: str, value: object, device: torch.device, dtypes: tuple[torch.dtype, ...]) -> Tensor:
     if not isinstance(value, Tensor):
         raise InputTypeError(f"{name}: got {type(value).__qualname__}, expected a tensor")
+    if hasattr(type(value), "to_local"):  # told by duck type, so that torch.distributed.tensor is not imported
+        raise InputTypeError(
+            f"{name}: got a {type(value).__qualname__}, expected a plain tensor; pass its to_local(), with "
+            "tp_group= for a head sharded by vocab rows; score inside of the forward for which FSDP gathers a weight"
+        )
     if value.dtype not in dtypes:
         wanted = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise InputTypeError(f"{name}: got dtype {value.dtype}, expected one of {wanted}")
