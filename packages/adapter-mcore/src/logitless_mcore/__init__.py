@@ -35,7 +35,7 @@ if TYPE_CHECKING:
         get_mcore_forward_fused_fn,
         get_mcore_forward_no_padding_fn,
     )
-    from logitless_mcore.spec import keep_rotary_on_device, layer_spec
+    from logitless_mcore.spec import keep_rotary_on_device, layer_spec, prediction_spec
     from logitless_mcore.value_head import to_value_model
     from logitless_mcore.weights import hf_weights, load_hf_weights, save_hf_weights
 
@@ -61,6 +61,7 @@ __all__ = [
     "postprocess_bshd_no_padding",
     "postprocess_packed_seqs",
     "postprocess_thd_no_padding",
+    "prediction_spec",
     "preprocess_bshd",
     "preprocess_bshd_no_padding",
     "preprocess_packed_seqs",
@@ -89,6 +90,7 @@ _HOME = {
     "postprocess_bshd_no_padding": "packing",
     "postprocess_packed_seqs": "packing",
     "postprocess_thd_no_padding": "packing",
+    "prediction_spec": "spec",
     "preprocess_bshd": "packing",
     "preprocess_bshd_no_padding": "packing",
     "preprocess_packed_seqs": "packing",

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from logitless import PackedBatch, TokenLogProbs
 from logitless.errors import InvalidInputError, UnsupportedError
-from logitless_mcore.arrangement import Arrangement, Ranks, arrange, ramp
+from logitless_mcore.arrangement import IGNORE_INDEX, Arrangement, Ranks, arrange, ramp
 from logitless_mcore.capture import is_last_stage, language_model, run_scored
 from logitless_mcore.examine import examined
 from logitless_mcore.head import Asked, Scored, score, vocab_size_of
 from logitless_mcore.outputs import CausalLMOutputForPPO
+from logitless_mcore.prediction import Ahead, depth_of, without_prediction
 from logitless_mcore.value_head import is_value_model
 
 __all__ = ["McoreForward", "make_forward"]
@@ -89,8 +90,14 @@ class McoreForward:
         loss_fn: Callable[[TokenLogProbs, Tensor], Tensor] | None = None,
         keep_bytes: int = 0,
         multi_modal_inputs: Mapping[str, Any] | None = None,
+        mtp: bool = False,
     ) -> Any:
-        """As `logitless.ForwardFn`; a stage that is not the last returns its raw tensor, a value model `values`."""
+        """As `logitless.ForwardFn`; a stage that is not the last returns its raw tensor, a value model `values`.
+
+        With `mtp`, the batch's labels also train the model's multi-token prediction heads, at temperature 1 and with
+        the weight of its configuration: Megatron adds the gradients to those of what is returned. Without, those heads
+        do not run.
+        """
         inner = language_model(self.model)
         ranks = Ranks.of(inner)
         _check_batch(batch, self.layout, ranks, multi_modal_inputs)
@@ -109,7 +116,9 @@ class McoreForward:
         if is_value_model(self.model):
             if loss_fn is not None:
                 raise InvalidInputError("loss_fn: got one for a value model, which has no log_probs; use its values")
-            return CausalLMOutputForPPO(values=_home(self.model(**inputs).squeeze(-1).t(), places))
+            with without_prediction(inner):
+                values = self.model(**inputs)
+            return CausalLMOutputForPPO(values=_home(values.squeeze(-1).t(), places))
         asked = Asked(
             _grid(run, run.batch.labels).t(),
             _grid_of_temperature(run, batch, places, temperature),
@@ -124,7 +133,14 @@ class McoreForward:
         def scored(hidden: Tensor, output_layer: Any, weight: Tensor | None) -> Scored:
             return score(hidden, output_layer, weight, transform, vocab_size, asked)
 
-        found: Scored = run_scored(self.model, inputs, scored)
+        ahead = None
+        if mtp:
+            if not depth_of(inner):
+                raise InvalidInputError("mtp: got True for a model without multi-token prediction layers")
+            ahead = Ahead(inner, transform, vocab_size, self.backend)
+            further = _grid(run, run.batch.labels)
+            inputs |= {"labels": further, "loss_mask": (further != IGNORE_INDEX).float()}
+        found: Scored = run_scored(self.model, inputs, scored, ahead=ahead)
         entropies = None if found.entropy is None else _home(found.entropy, places)
         return CausalLMOutputForPPO(_home(found.log_probs, places), entropies, loss=found.loss)
 

@@ -14,12 +14,15 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from logitless.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from logitless_mcore.prediction import Ahead
 
 __all__ = ["forward_as", "is_last_stage", "language_model", "run_scored", "unwrapped"]
 
@@ -51,8 +54,8 @@ def _takes_processor(cls: Hashable) -> bool:
 
 
 @contextmanager
-def forward_as(module: nn.Module, function: Callable[..., Any], name: str = "forward") -> Iterator[None]:
-    """Within the block, the module runs `function` in place of its method of that name."""
+def forward_as(module: Any, function: Any, name: str = "forward") -> Iterator[None]:
+    """Within the block, the module has `function` in place of its method, or attribute, of that name."""
     before = module.__dict__.get(name)
     module.__dict__[name] = function
     try:
@@ -64,38 +67,46 @@ def forward_as(module: nn.Module, function: Callable[..., Any], name: str = "for
             module.__dict__[name] = before
 
 
-def run_scored(model: Any, inputs: Mapping[str, Any], score: Score, call: Callable[..., Any] | None = None) -> Any:
+def run_scored(
+    model: Any,
+    inputs: Mapping[str, Any],
+    score: Score,
+    call: Callable[..., Any] | None = None,
+    *,
+    ahead: Ahead | None = None,
+) -> Any:
     """Run a model's last stage, or `call` of it, with `score` where it would make logits; what `score` returned.
+
+    Further heads of multi-token prediction are scored by `ahead`, and do not run without it.
 
     Raises:
         UnsupportedError: the model calls its output layer never, or more than once.
     """
+    from logitless_mcore.prediction import without_prediction
+
     inner = language_model(model)
     found: list[Any] = []
 
     def fused(hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None) -> Any:
+        if ahead is not None and ahead.awaited:
+            return ahead.take(hidden, inner.output_layer, weight), None
         if found:
             raise UnsupportedError(f"{type(inner).__qualname__}: calls its output layer more than once in a forward")
         found.append(score(hidden, inner.output_layer, weight))
         return hidden.new_zeros(*hidden.shape[:-1], 0), None  # "logits" of no columns
 
     def processor(*, hidden_states: Tensor, output_weight: Tensor | None, **_: Any) -> Any:
-        with forward_as(inner.output_layer, fused):
-            return inner.output_layer(hidden_states, weight=output_weight)[0]
+        return inner.output_layer(hidden_states, weight=output_weight)[0]
 
     def asks(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         return args, {**kwargs, "output_processor": processor}
 
-    cls: Any = type(inner)
-    if _takes_processor(cls):
-        handle = inner.register_forward_pre_hook(asks, with_kwargs=True)
-        try:
-            (call or model)(**inputs)
-        finally:
-            handle.remove()
-    else:
-        with forward_as(inner.output_layer, fused):
-            (call or model)(**inputs)
+    with ExitStack() as stack:
+        stack.enter_context(without_prediction(inner) if ahead is None else ahead.scored())
+        stack.enter_context(forward_as(inner.output_layer, fused))
+        if _takes_processor(type(inner)):
+            stack.callback(inner.register_forward_pre_hook(asks, with_kwargs=True).remove)
+        (call or model)(**inputs)
     if not found:
         raise UnsupportedError(f"{type(inner).__qualname__}: its forward never calls its output layer")
     return found[0]

@@ -22,6 +22,7 @@ from logitless.errors import UnsupportedError
 from logitless_mcore.arrangement import Ranks
 from logitless_mcore.capture import forward_as, language_model, run_scored
 from logitless_mcore.head import Asked, Scored, Transform, score, vocab_size_of, why_not
+from logitless_mcore.prediction import LOSS, Ahead, depth_of, without_prediction
 
 __all__ = ["examined", "forget"]
 
@@ -60,13 +61,18 @@ def _examine(inner: Any, backend: str | None) -> Transform:
     reason = why_not(inner.output_layer)
     if reason is not None:
         raise UnsupportedError(f"{name}: {reason}")
-    if getattr(inner.config, "mtp_num_layers", None):
-        raise UnsupportedError(f"{name}: its multi-token prediction heads would still make logits; not served yet")
+    if depth_of(inner) and getattr(inner, "mtp", None) is None:
+        raise UnsupportedError(
+            f"{name}: its multi-token prediction layers are on another pipeline stage than its head, expected the same"
+        )
     if any(parameter.is_meta for parameter in inner.parameters()):
         raise UnsupportedError(f"{name}: its parameters are on the meta device; load its weights before it is scored")
     inputs = _probe(inner)
-    transform = _identify(inner, inputs)
-    _self_check(inner, inputs, transform, backend)
+    with without_prediction(inner):
+        transform = _identify(inner, inputs)
+        _self_check(inner, inputs, transform, backend)
+    if depth_of(inner):
+        _check_ahead(inner, inputs, transform, backend)
     return transform
 
 
@@ -206,12 +212,41 @@ def _self_check(inner: Any, inputs: dict[str, Any], transform: Transform, backen
     expected = log_p.gather(-1, labels[..., None])[..., 0], -(log_p.exp() * log_p).sum(-1)
     assert found.entropy is not None
     worst = max(float((a - b.t()).abs().max()) for a, b in zip(expected, (found.log_probs, found.entropy), strict=True))
-    rounding = max(torch.finfo(logits.dtype).eps, torch.finfo(next(inner.parameters()).dtype).eps)
-    if logits.device.type != "cpu":
-        rounding = max(rounding, 2**-10)  # the model's own product may be in TF32
-    tolerance = 1e-3 + 2 * rounding * float(wide.abs().max())
+    tolerance = 1e-3 + 2 * _rounding(inner, logits) * float(wide.abs().max())
     if not worst <= tolerance:
         raise UnsupportedError(
             f"{type(inner).__qualname__}: scores differ from the model's own logits by {worst:.3g} nats, more than "
             f"{tolerance:.3g}: something stands between its output layer and its logits that the probe does not see"
         )
+
+
+def _check_ahead(inner: Any, inputs: dict[str, Any], transform: Transform, backend: str | None) -> None:
+    """The further heads' losses, as `_self_check` compares the model's own scores: over all rows, padding included."""
+    ids, own = inputs["input_ids"], getattr(inner, LOSS)
+    inputs = {**inputs, "labels": ids, "loss_mask": torch.ones_like(ids, dtype=torch.float32)}
+    expected: list[Tensor] = []
+    largest = 0.0
+
+    def watched(labels: Tensor, logits: Tensor) -> Any:
+        nonlocal largest
+        largest = max(largest, float(logits.abs().max()))
+        expected.append(own(labels, logits))
+        return expected[-1]
+
+    with forward_as(inner, watched, LOSS):
+        inner(**inputs)
+    ahead = Ahead(inner, transform, None, backend)
+    asked = Asked(ids.t(), entropy=False, backend=backend)
+    run_scored(inner, inputs, lambda *head: score(*head, transform, None, asked), ahead=ahead)
+    worst = max(float((a - b).abs().max()) for a, b in zip(expected, ahead.losses, strict=False))
+    tolerance = 1e-3 + 2 * _rounding(inner, expected[0]) * largest
+    if not worst <= tolerance:
+        raise UnsupportedError(
+            f"{type(inner).__qualname__}: the losses of its multi-token prediction heads differ from those of their "
+            f"logits by {worst:.3g} nats, more than {tolerance:.3g}"
+        )
+
+
+def _rounding(inner: Any, logits: Tensor) -> float:
+    found = max(torch.finfo(logits.dtype).eps, torch.finfo(next(inner.parameters()).dtype).eps)
+    return found if logits.device.type == "cpu" else max(found, 2**-10)  # the model's own product may be in TF32

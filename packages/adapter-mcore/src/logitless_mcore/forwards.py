@@ -19,6 +19,7 @@ from logitless_mcore.arrangement import IGNORE_INDEX, Arrangement, Layout, Ranks
 from logitless_mcore.capture import is_last_stage, language_model, run_scored, unwrapped
 from logitless_mcore.examine import examined
 from logitless_mcore.head import Asked, Scored, score, vocab_size_of
+from logitless_mcore.prediction import Ahead, own_logits, without_prediction
 
 __all__ = [
     "arranged_for",
@@ -78,6 +79,10 @@ def _inputs(
     return inputs
 
 
+def _looks_ahead(mtp_config: Any) -> bool:
+    return mtp_config is not None and bool(mtp_config.enable_train)
+
+
 def _padded_rows(input_ids: Any, pad_token_id: int | None) -> tuple[Tensor, Tensor]:
     """A nested tensor as [B, S] ids and their mask, for a vision model."""
     if pad_token_id is None:
@@ -111,7 +116,9 @@ def _logits_forward(
     arguments: Mapping[str, Any],
     value_model: bool,
 ) -> Any:
-    output = model(**inputs)
+    inner = language_model(model)
+    with own_logits(inner) if "labels" in inputs else without_prediction(inner):
+        output = model(**inputs)
     if not is_last_stage(model):
         return output
     if logits_processor is not None:
@@ -149,7 +156,8 @@ def model_forward_gen(vision_model: bool = False) -> Callable[..., Any]:
             value_model: drop the output's last dimension, of size 1.
             data_format: "thd" runs one packed row, "bshd" rows aligned left.
             mtp_config: with a true `enable_train`, the last stage gets `label` and `label_mask` of the processor's
-                arguments as `labels` and `loss_mask`.
+                arguments as `labels` and `loss_mask`, and trains its multi-token prediction heads with them; the output
+                stays its logits. Otherwise those heads do not run.
 
         Returns:
             [B, S, ...], 0 where the mask is 0; a dict of them with a processor; or the raw stage tensor.
@@ -160,7 +168,7 @@ def model_forward_gen(vision_model: bool = False) -> Callable[..., Any]:
         if vision_model:  # it cuts its sequences itself, once the images' features are in place
             inputs |= {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": None}
         arguments = _pack_all(arrangement, logits_processor_args, shifted=())
-        if mtp_config is not None and mtp_config.enable_train and is_last_stage(model):
+        if _looks_ahead(mtp_config) and is_last_stage(model):
             inputs |= {"labels": arguments["label"], "loss_mask": arguments["label_mask"]}
         return _logits_forward(model, arrangement, inputs, logits_processor, arguments, value_model)
 
@@ -211,17 +219,25 @@ def _fused_forward(
     temperature: Tensor | float,
     entropy: bool,
     backend: str | None,
+    further: Tensor | None = None,
 ) -> Any:
-    """{"log_probs", "entropy"} of labels [1, P] or [B, S'], in the caller's layout; or the raw stage tensor."""
+    """{"log_probs", "entropy"} of labels [1, P] or [B, S'], in the caller's layout; or the raw stage tensor.
+
+    `further`, labels of the same shape, trains multi-token prediction.
+    """
     if not is_last_stage(model):
         return model(**inputs)
     transform, vocab_size = examined(model, backend), vocab_size_of(model)
+    ahead = None
+    if further is not None:
+        ahead = Ahead(language_model(model), transform, vocab_size, backend)
+        inputs = {**inputs, "labels": further, "loss_mask": (further != IGNORE_INDEX).float()}
     asked = Asked(labels.t(), _temperature(arrangement, temperature), entropy, backend=backend)
 
     def scored(hidden: Tensor, output_layer: Any, weight: Tensor | None) -> Scored:
         return score(hidden, output_layer, weight, transform, vocab_size, asked)
 
-    found: Scored = run_scored(model, inputs, scored)
+    found: Scored = run_scored(model, inputs, scored, ahead=ahead)
     out = {"log_probs": arrangement.unpack(found.log_probs.t())}
     if found.entropy is not None:
         out["entropy"] = arrangement.unpack(found.entropy.t())
@@ -244,6 +260,7 @@ def fused_forward_model_gen(vision_model: bool = False) -> Callable[..., Any]:
         data_format: str = "thd",
         entropy: bool = True,
         backend: str | None = None,
+        mtp_config: Any = None,
     ) -> Any:
         """Log-probabilities and entropies of labels that the caller has shifted.
 
@@ -259,6 +276,8 @@ def fused_forward_model_gen(vision_model: bool = False) -> Callable[..., Any]:
             data_format: "thd" runs one packed row, "bshd" rows aligned left.
             entropy: False leaves it out.
             backend: name of a backend; None chooses at each call.
+            mtp_config: with a true `enable_train`, the labels that `labels_mask` leaves also train the model's
+                multi-token prediction heads: Megatron adds the gradients. Otherwise those heads do not run.
 
         Returns:
             {"log_probs", "entropy"}, [B, S] nats, 0 where a mask is 0; or the raw stage tensor.
@@ -269,7 +288,10 @@ def fused_forward_model_gen(vision_model: bool = False) -> Callable[..., Any]:
             inputs |= {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": None}
         unscored = (labels_mask == 0) & (labels != IGNORE_INDEX)  # any token will do
         packed = arrangement.pack(labels.long().masked_fill(unscored, 0), fill=IGNORE_INDEX)
-        out = _fused_forward(model, arrangement, inputs, packed, temperature, entropy, backend)
+        further = None
+        if _looks_ahead(mtp_config):
+            further = arrangement.pack(labels.long().masked_fill(labels_mask == 0, IGNORE_INDEX), fill=IGNORE_INDEX)
+        out = _fused_forward(model, arrangement, inputs, packed, temperature, entropy, backend, further)
         if isinstance(out, dict):
             out["log_probs"] = out["log_probs"].masked_fill(labels_mask == 0, 0.0)
         return out
@@ -290,6 +312,7 @@ def fused_gptmodel_forward_no_padding(
     *,
     entropy: bool = True,
     backend: str | None = None,
+    mtp_config: Any = None,
 ) -> Any:
     """The fused twin of `gptmodel_forward_no_padding`: scores of nested tensors, without logits.
 
@@ -305,6 +328,7 @@ def fused_gptmodel_forward_no_padding(
         data_format: "thd" runs one packed row, "bshd" rows.
         entropy: False leaves it out.
         backend: name of a backend; None chooses at each call.
+        mtp_config: as in `fused_forward_model_gen`'s forward, with the labels that are scored.
 
     Returns:
         {"log_probs", "entropy"}, nested [B, j] nats; at t of the token after t; 0 at each sequence's last place, and
@@ -318,4 +342,5 @@ def fused_gptmodel_forward_no_padding(
     packed = arrangement.pack(input_ids if labels is None else labels, "token", IGNORE_INDEX).long()
     if labels_mask is not None:
         packed = packed.masked_fill(arrangement.pack(labels_mask) == 0, IGNORE_INDEX)
-    return _fused_forward(model, arrangement, inputs, packed, temperature, entropy, backend)
+    further = packed if _looks_ahead(mtp_config) else None
+    return _fused_forward(model, arrangement, inputs, packed, temperature, entropy, backend, further)

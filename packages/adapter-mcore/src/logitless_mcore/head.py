@@ -9,14 +9,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequence_parallel_region
 from torch import Tensor
 
-from logitless import LMHead, TokenLogProbs, linear_log_probs, linear_policy_loss
+from logitless import LMHead, TokenLogProbs, linear_log_probs, linear_policy_loss, top_k_log_probs
 from logitless.errors import InvalidInputError, UnsupportedError
 from logitless_mcore.capture import language_model
 
-__all__ = ["Asked", "Scored", "Transform", "score", "set_vocab_size", "vocab_size_of", "why_not"]
+__all__ = ["Asked", "Scored", "Transform", "likeliest", "score", "set_vocab_size", "vocab_size_of", "why_not"]
 
 VOCAB_SIZE = "logitless_vocab_size"
 
@@ -95,6 +96,38 @@ def _head(output_layer: Any, weight: Tensor | None, transform: Transform, vocab_
     )
 
 
+def _product(
+    hidden: Tensor, output_layer: Any, weight: Tensor | None, transform: Transform, vocab_size: int | None
+) -> dict[str, Any]:
+    """What every op takes of a head and the hidden states that reached it, those of all tokens."""
+    reason = why_not(output_layer)
+    if reason is not None:
+        raise UnsupportedError(reason)
+    group, sequence_parallel = output_layer.tp_group, output_layer.sequence_parallel
+    if sequence_parallel:  # whose backward sums over the ranks and scatters, so each leaves its own part of d_hidden
+        hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=group)
+    return {
+        "hidden": hidden,
+        "head": _head(output_layer, weight, transform, vocab_size),
+        "tp_group": group if group.size() > 1 else None,
+        "reduce_hidden_grad": not sequence_parallel,
+    }
+
+
+def likeliest(
+    hidden: Tensor,
+    output_layer: Any,
+    weight: Tensor | None,
+    transform: Transform,
+    vocab_size: int | None,
+    backend: str | None,
+) -> Tensor:
+    """[s, b] the most likely token of each row; arguments as for `score`."""
+    with torch.no_grad():
+        arguments = _product(hidden, output_layer, weight, transform, vocab_size)
+        return top_k_log_probs(**arguments, k=1, backend=backend)[0][..., 0]
+
+
 def score(
     hidden: Tensor, output_layer: Any, weight: Tensor | None, transform: Transform, vocab_size: int | None, asked: Asked
 ) -> Scored:
@@ -108,25 +141,17 @@ def score(
         vocab_size: real rows over all ranks, or None.
         asked: what of.
     """
-    reason = why_not(output_layer)
-    if reason is not None:
-        raise UnsupportedError(reason)
-    group, sequence_parallel = output_layer.tp_group, output_layer.sequence_parallel
-    if sequence_parallel:  # whose backward sums over the ranks and scatters, so each leaves its own part of d_hidden
-        hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=group)
-    if asked.labels.shape != hidden.shape[:-1]:
+    arguments = _product(hidden, output_layer, weight, transform, vocab_size)
+    expected = arguments["hidden"].shape[:-1]
+    if asked.labels.shape != expected:
         raise InvalidInputError(
-            f"labels: got shape {tuple(asked.labels.shape)}, expected {tuple(hidden.shape[:-1])}, one for each token"
+            f"labels: got shape {tuple(asked.labels.shape)}, expected {tuple(expected)}, one for each token"
         )
-    arguments: dict[str, Any] = {
-        "hidden": hidden,
-        "head": _head(output_layer, weight, transform, vocab_size),
+    arguments |= {
         "labels": asked.labels,
         "temperature": asked.temperature,
         "entropy": asked.entropy,
         "entropy_grad": asked.entropy_grad,
-        "tp_group": group if group.size() > 1 else None,
-        "reduce_hidden_grad": not sequence_parallel,
         "backend": asked.backend,
     }
     if asked.loss_fn is None:

@@ -12,7 +12,15 @@ from torch import Tensor, nn
 from logitless.errors import BrokenPluginError, NotFoundError, UnsupportedError
 from logitless_mcore.attention import PackedAttention
 
-__all__ = ["LayerNorm", "RMSNorm", "keep_rotary_on_device", "layer_spec", "require_megatron", "transformer_engine"]
+__all__ = [
+    "LayerNorm",
+    "RMSNorm",
+    "keep_rotary_on_device",
+    "layer_spec",
+    "prediction_spec",
+    "require_megatron",
+    "transformer_engine",
+]
 
 
 # --- what is installed --------------------------------------------------------------------------------------------
@@ -77,10 +85,7 @@ def layer_spec(
     require_megatron()
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
-    missing = transformer_engine()
-    if missing and use_transformer_engine:
-        raise UnsupportedError(f"use_transformer_engine: Transformer Engine is {missing}")
-    whole = missing is None and torch.cuda.is_available() if use_transformer_engine is None else use_transformer_engine
+    whole = _whole(use_transformer_engine)
     spec = get_gpt_decoder_block_spec(
         config,
         use_transformer_engine=whole,
@@ -100,6 +105,40 @@ def layer_spec(
         if config.qk_layernorm and hasattr(attention, "k_layernorm"):
             attention.q_layernorm = attention.k_layernorm = norm
     return spec
+
+
+def prediction_spec(
+    config: Any, spec: Any, *, use_transformer_engine: bool | None = None, vp_stage: int | None = None
+) -> Any:
+    """GPTModel's `mtp_block_spec` for `config.mtp_num_layers` further heads, of layers like the last of `layer_spec`'s.
+
+    Args:
+        config: as for `layer_spec`, as are `use_transformer_engine` and `vp_stage`.
+        spec: what `layer_spec` gave.
+
+    Returns:
+        Megatron's MultiTokenPredictionBlockSubmodules, or None on a pipeline stage that has none of these layers.
+    """
+    require_megatron()
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+
+    whole = _whole(use_transformer_engine)
+    found = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=whole, vp_stage=vp_stage)
+    if found is not None and not whole:
+        for layer in found.layer_specs:
+            parts = layer.submodules
+            parts.enorm = parts.hnorm = parts.layer_norm = _norm(config)
+    return found
+
+
+def _whole(use_transformer_engine: bool | None) -> bool:
+    """Whether Transformer Engine is to be used."""
+    missing = transformer_engine()
+    if missing and use_transformer_engine:
+        raise UnsupportedError(f"use_transformer_engine: Transformer Engine is {missing}")
+    if use_transformer_engine is None:
+        return missing is None and torch.cuda.is_available()
+    return use_transformer_engine
 
 
 # --- norms --------------------------------------------------------------------------------------------------------
