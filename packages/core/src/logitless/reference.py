@@ -87,4 +87,5 @@ def linear_kl(
 
 def _kl(log_a: Tensor, log_b: Tensor) -> Tensor:
     """`Σ a·log(a/b)` over the last dimension, where 0·log(0/b) = 0."""
-    return (log_a.exp() * (log_a - log_b).masked_fill(log_a == float("-inf"), 0.0)).sum(-1)
+    a = log_a.exp()
+    return (a * (log_a - log_b).masked_fill(a == 0, 0.0)).sum(-1)

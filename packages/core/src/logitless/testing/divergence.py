@@ -233,6 +233,17 @@ class DivergenceConformance:
             value, _ = case.run(backend=self.backend)
         expect(bool((value[case.student.live] == math.inf).all()) == infinite, f"got {value.tolist()}")
 
+    def test_weightless_columns(self, dtype: torch.dtype, direction: str) -> None:
+        """Columns at −inf for one head, and for the other so unlikely that their weight is 0: they count nothing."""
+        case = self.make(dtype, direction, 5, vocab=600, bias=True, ref={"bias": True})
+        gone, faint = ("teacher", "student") if direction == "reverse" else ("student", "teacher")
+        for name, value in ((gone, -math.inf), (faint, -2000.0)):
+            bias = bias_of(getattr(case, name)).clone()
+            bias[:500] = value
+            case = case.with_one(name, getattr(case, name).with_head(bias=bias))
+        value, _ = self.check(case, workspace_bytes=1 << 15)
+        expect(bool(value.isfinite().all()), f"got {value.tolist()}")
+
     @pytest.mark.parametrize("validate", [True, False], ids=["validated", "unvalidated"])
     def test_masked_tokens_are_exactly_zero(self, dtype: torch.dtype, direction: str, validate: bool) -> None:
         """Outputs and gradients are 0, and garbage in either's hidden states reaches nothing."""
