@@ -132,8 +132,22 @@ def op_arguments(example: Example, backend: str, keep_bytes: int) -> tuple[Any, 
     head, (u, b) = example.head, (example.head.lora or [(None, None)])[0]
     temperature = example.temperature if isinstance(example.temperature, torch.Tensor) else None
     numbers = (1.0, head.scale, head.softcap, 0, head.vocab_size or len(head.weight), -100, 1 << 20, True)
-    call = (example.hidden, head.weight, head.bias, u, b, example.labels, temperature, *numbers, backend, "", True)
-    return (*call, True, True, keep_bytes)
+    call = (
+        example.hidden,
+        head.weight,
+        head.bias,
+        u,
+        b,
+        example.labels,
+        temperature,
+        *numbers,
+        backend,
+        "",
+        True,
+        None,
+        None,
+    )
+    return (*call, True, True, keep_bytes, [])
 
 
 @each_option
@@ -145,8 +159,8 @@ def test_opcheck(option: str, keep_bytes: int) -> None:
         arguments = op_arguments(example, "keeps", keep_bytes)
         torch.library.opcheck(linear_log_probs_op, arguments)
         with torch.no_grad():
-            _, _, *made = linear_log_probs_op(*arguments)
-        still = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in arguments[:-3])
+            _, _, *made, _ = linear_log_probs_op(*arguments)
+        still = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in arguments[:-4])
         needs = [leaf is not None for leaf in still[:5]]
         torch.library.opcheck(
             _backward_op, (*still, *made, example.grad_log_probs, example.grad_entropy, needs), test_utils=SOUND

@@ -6,6 +6,7 @@ import torch
 
 from logitless.types import Request
 from logitless_torch.backward import backward
+from logitless_torch.best import top_k_log_probs
 from logitless_torch.forward import forward
 from logitless_torch.kl import kl_backward, kl_forward
 from logitless_torch.policy import policy_loss
@@ -19,18 +20,22 @@ class TorchBackend:
     name = "torch"
     priority = 0
     protocol = 1
+    features = frozenset({"kept_set", "several_labels", "stats", "top_k_log_probs"})
 
     def supports(self, request: Request) -> str | None:
         """None: every request of this protocol can be served."""
         return None
 
     def kept_shape(self, request: Request, keep_bytes: int) -> tuple[int, ...]:
-        """Room for the fp32 (fp64) logits of as many tiles as `keep_bytes` allows."""
+        """Room for the fp32 (fp64) logits of as many tiles as `keep_bytes` allows; none with a kept set."""
+        if request.kept_set:
+            return (0,)
         wide = torch.float64 in (request.hidden_dtype, request.weight_dtype)
         return (min(keep_bytes, request.n_tokens * request.vocab_rows * (8 if wide else 4)) // 8 * 8,)
 
     forward = staticmethod(forward)
     backward = staticmethod(backward)
     policy_loss = staticmethod(policy_loss)
+    top_k_log_probs = staticmethod(top_k_log_probs)
     kl_forward = staticmethod(kl_forward)
     kl_backward = staticmethod(kl_backward)

@@ -3,6 +3,9 @@
     dz = g·(onehot − p) − e·p·(log p + H), then through 1/T, the softcap's 1 − tanh² and the scale
 
 Where the label's p is near 1, 1 − p is −expm1(log p), which keeps its digits.
+
+Over a kept set p is 0 outside of it. A label outside was scored as if it alone were added, with c of the mass left to
+the others: its g counts c times for them. Of several labels, with G = Σ g·c, dz is −G·p but at the labels.
 """
 
 from __future__ import annotations
@@ -14,15 +17,14 @@ from torch import Tensor
 
 from logitless.collectives import all_reduce
 from logitless.types import Gradients, Needs, Problem
-from logitless_torch.forward import FLOOR, KeptTiles, label_columns
-from logitless_torch.tiles import Columns, Rows, TilePlan, matmul
+from logitless_torch.tiles import FLOOR, Columns, KeptTiles, Rows, TilePlan, label_columns, matmul
 
 __all__ = ["Grads", "Sums", "backward", "backward_pass"]
 
 NEGLIGIBLE = 1e-30  # a p below it gives 0 exactly: its dz would be denormal, and slow every product
 
 Grads = tuple[Tensor, Tensor | None]
-"""Upstream gradients of log_prob [m] and entropy [m]."""
+"""Upstream gradients of log_prob [m] or [m, K], and entropy [m]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,19 +36,44 @@ class Upstream:
     entropy: Tensor
     grad_log_prob: Tensor
     grad_entropy: Tensor | None
+    line: Tensor | None = None  # the least logit that is kept
+    labels: Labels | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Labels:
+    """What a block of rows with several labels or a kept set needs besides; [R, K]."""
+
+    grad: Tensor  # Σ g over the labels that are the same token
+    share: Tensor  # c
 
 
 def _upstream(
     plan: TilePlan, rows: Rows, span: slice, stats: Tensor, grads: Grads, dz_scale: Tensor | None
 ) -> Upstream:
     """A block's entries, with 1/T and the scale folded into the gradients, so that dz is with respect to h·W."""
-    normalizer, log_sum, entropy, _ = stats[:, span].unsqueeze(-1)
+    normalizer, log_sum, entropy, line = stats[:4, span].unsqueeze(-1)
     factor = rows.inverse_temperature * plan.problem.scale
     if dz_scale is not None:
         factor = dz_scale * factor
-    g = grads[0][span].unsqueeze(1) * factor
     e = None if grads[1] is None else grads[1][span].unsqueeze(1) * factor
-    return Upstream(normalizer, log_sum, entropy, g, e)
+    if stats.shape[0] == 4:
+        return Upstream(normalizer, log_sum, entropy, grads[0][span].unsqueeze(1) * factor, e)
+    share_RK = stats[4:, span].T
+    g_RK = grads[0][span].view(share_RK.shape) * factor
+    labels = Labels(_same_label(g_RK, rows.label_R), share_RK)
+    g_R1 = (g_RK * share_RK).sum(1, keepdim=True)
+    return Upstream(normalizer, log_sum, entropy, g_R1, e, line if plan.held else None, labels)
+
+
+def _same_label(g_RK: Tensor, label: Tensor) -> Tensor:
+    """[R, K] sums over the labels that are the same token, in the order of the labels."""
+    if g_RK.shape[1] == 1:
+        return g_RK
+    total = torch.zeros_like(g_RK)
+    for k in range(g_RK.shape[1]):
+        total += g_RK[:, k : k + 1].where(label == label[:, k : k + 1], 0.0)
+    return total
 
 
 def _dz(plan: TilePlan, rows: Rows, columns: Columns, z_RC: Tensor, up: Upstream) -> Tensor:
@@ -54,21 +81,40 @@ def _dz(plan: TilePlan, rows: Rows, columns: Columns, z_RC: Tensor, up: Upstream
     d_RC, p_RC = plan.scratch(1, rows, columns), plan.scratch(2, rows, columns)
     torch.sub(z_RC, up.normalizer, out=d_RC).sub_(up.log_sum).clamp_(min=FLOOR[plan.dtype])
     torch.threshold_(torch.exp(d_RC, out=p_RC), NEGLIGIBLE, 0.0)
+    if up.line is not None:
+        p_RC.masked_fill_(z_RC < up.line, 0.0)
     local_R1, inside_R1 = label_columns(plan, rows, columns)
     others_R1 = -p_RC.gather(1, local_R1)
-    label_R1 = torch.where(inside_R1, -d_RC.gather(1, local_R1).expm1(), others_R1) * up.grad_log_prob
+    label_R1 = _at_labels(up, inside_R1, d_RC.gather(1, local_R1), others_R1)
     if up.grad_entropy is None:
         dz_RC = p_RC.mul_(-up.grad_log_prob)
     else:
         slope_RC = d_RC.add_(up.entropy).mul_(up.grad_entropy)
         label_R1 += slope_RC.gather(1, local_R1) * others_R1
         dz_RC = p_RC.mul_(slope_RC.add_(up.grad_log_prob).neg_())
+    if label_R1.shape[1] > 1:
+        local_R1, label_R1 = _inside_only(local_R1, inside_R1, label_R1)
     dz_RC.scatter_(1, local_R1, label_R1)
     cap = plan.problem.softcap
     if cap is not None:
         tanh_RC = torch.div(z_RC, rows.inverse_temperature, out=d_RC).div_(cap)
         dz_RC.mul_(tanh_RC.square_().neg_().add_(1.0))
     return dz_RC
+
+
+def _at_labels(up: Upstream, inside: Tensor, log_p: Tensor, others: Tensor) -> Tensor:
+    """[R, K] of each label what its column gets from log_prob's gradients; `others` are −p there."""
+    if up.labels is None:
+        return torch.where(inside, -log_p.expm1(), others) * up.grad_log_prob
+    own = -(log_p + up.labels.share.log()).expm1() * up.labels.grad
+    return torch.where(inside, own + others * (up.grad_log_prob - up.labels.grad), others * up.grad_log_prob)
+
+
+def _inside_only(local: Tensor, inside: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Labels of other tiles moved onto a row's first label of this one: written twice, a column gets one value."""
+    first = inside.long().argmax(1, keepdim=True)
+    there = inside | ~inside.any(1, keepdim=True)
+    return torch.where(there, local, local.gather(1, first)), torch.where(there, value, value.gather(1, first))
 
 
 def _fp16_scale(problem: Problem, tokens: range, grads: Grads) -> Tensor:
@@ -80,7 +126,8 @@ def _fp16_scale(problem: Problem, tokens: range, grads: Grads) -> Tensor:
     else:
         factor = factor / problem.temperature
     # NaN and inf are their own token's: a scale made of them would spoil every token.
-    finite = [(grad * factor).abs().nan_to_num(0.0, 0.0) for grad in grads if grad is not None]
+    sizes = [grad.abs().sum(1) if grad.ndim == 2 else grad for grad in grads if grad is not None]
+    finite = [(size * factor).abs().nan_to_num(0.0, 0.0) for size in sizes]
     largest = torch.stack([size.amax() for size in finite]).amax()
     exponent = 8.0 - largest.clamp(min=1e-30).log2().ceil()
     return exponent.clamp(-60.0, 60.0).exp2()

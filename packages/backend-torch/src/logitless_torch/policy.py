@@ -1,7 +1,8 @@
 """Single pass of the torch backend: chunk by chunk, logits once, loss, gradients.
 
 A chunk is as many blocks of tokens as can keep their logits in what the tiles leave of `workspace_bytes`; if not even
-one block can, its logits are made twice. Blocks and tiles are the forward's, so log_probs have the same bits.
+one block can, its logits are made twice. Of a kept set one block's logits are held in any case. Blocks and tiles are
+the forward's, so log_probs have the same bits.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ def policy_loss(
     row_bytes = problem.vocab_size * plan.dtype.itemsize
     blocks = plan.spare_bytes // (plan.rows * row_bytes)
     chunk = max(1, blocks) * plan.rows
+    if plan.held:
+        blocks, chunk = 1, plan.rows
     kept_bytes = min(chunk, plan.n) * problem.vocab_valid * plan.dtype.itemsize if blocks else 0
     kept = problem.hidden.new_empty(kept_bytes, dtype=torch.uint8)
     log_prob_n = problem.hidden.new_empty(plan.n, dtype=plan.dtype)
@@ -34,11 +37,11 @@ def policy_loss(
     for start in range(0, plan.n, chunk):
         tokens = range(start, min(start + chunk, plan.n))
         span = slice(tokens.start, tokens.stop)
-        log_prob_m, entropy_m, stats = forward_pass(plan, tokens, kept)
-        log_prob_n[span] = log_prob_m
+        out = forward_pass(plan, tokens, kept)
+        log_prob_n[span] = out.log_probs
         if entropy_n is not None:
-            entropy_n[span] = entropy_m
-        grads = token_loss(log_prob_m, entropy_m if entropy else None, tokens)
+            entropy_n[span] = out.entropy if out.entropy is not None else 0.0
+        grads = token_loss(out.log_probs, out.entropy if entropy else None, tokens)
         if grads is not None:
-            backward_pass(plan, tokens, stats, kept, grads, sums)
+            backward_pass(plan, tokens, out.stats, kept, grads, sums)
     return PolicyResult(log_prob_n, entropy_n, sums.finish(half=False))

@@ -3,8 +3,8 @@
 Tiles depend on n, D, V, dtype, device and `workspace_bytes` only, never on which outputs or gradients are wanted:
 the same call with or without a gradient gives the same bits.
 
-Shape suffixes: n live tokens, R rows (tokens) of a tile, C columns (vocab rows) of a tile, D hidden size, V vocab
-rows, r LoRA rank.
+Shape suffixes: n live tokens, R rows (tokens) of a tile, C columns (vocab rows) of a tile, K labels of a token,
+D hidden size, V vocab rows, r LoRA rank.
 """
 
 from __future__ import annotations
@@ -17,10 +17,15 @@ from torch import Tensor
 
 from logitless.types import Problem
 
-__all__ = ["Columns", "Rows", "TilePlan", "accumulation_dtype", "matmul"]
+__all__ = ["FLOOR", "Columns", "KeptTiles", "Rows", "TilePlan", "accumulation_dtype", "label_columns", "matmul"]
 
 CPU_TILE = (512, 2048)  # 4 MB of fp32: stays in the last-level cache between the passes over it
 GPU_TILE = (2048, 8192)  # large enough to hide the launches of those passes
+CANDIDATES = 1024  # of a row, for top_p alone: most rows' kept tokens are fewer
+
+# Least logit below the maximum. Finite, since 0·(-inf) would be NaN; and its exp is the least normal number, since
+# arithmetic on denormal ones is slow, and a sum that holds a 1 does not see it.
+FLOOR = {torch.float32: -87.0, torch.float64: -708.0}
 
 
 def accumulation_dtype(problem: Problem) -> torch.dtype:
@@ -52,7 +57,7 @@ class Rows:
     stop: int
     hidden_RD: Tensor
     lora_u_Rr: Tensor | None
-    label_R: Tensor
+    label_R: Tensor  # or [R, K]
     inverse_temperature: Tensor | float  # [R, 1] or a number
 
 
@@ -75,10 +80,15 @@ class TilePlan:
         self.dtype = accumulation_dtype(problem)
         self.n = problem.labels.shape[0] if problem.live is None else problem.live.shape[0]
         self.operand = operand_dtype(problem)
+        self.held = problem.top_k is not None or problem.top_p is not None
         rows, columns = GPU_TILE if problem.hidden.is_cuda else CPU_TILE
         # Sized by the whole vocabulary, not this rank's rows: ranks with uneven shards must cut tokens alike.
         rows, columns = min(rows, max(self.n, 1)), min(columns, problem.vocab_size)
-        while self._bytes(rows, columns) > problem.workspace_bytes and (rows > 1 or columns > 1):
+        allowed = problem.workspace_bytes
+        if self.held:
+            allowed = max(allowed, 2 * self._held_bytes(1))  # one token's worth, at least
+            rows = min(rows, allowed // 2 // self._held_bytes(1))
+        while self._bytes(rows, columns) > allowed and (rows > 1 or columns > 1):
             if rows >= columns:
                 rows = (rows + 1) // 2
             else:
@@ -91,15 +101,28 @@ class TilePlan:
         width, narrow = self.dtype.itemsize, self.operand.itemsize
         hidden_size, given = self.problem.hidden.shape[1], self.problem.hidden.dtype
         gathered = given.itemsize if given != self.operand else 0  # live rows are gathered first, and then widened
-        tile = rows * columns * (3 * width + (narrow if narrow < width else 0))
+        tile = rows * columns * (3 * width + (narrow if narrow < width else 0)) + self._held_bytes(rows)
+        tile += 2 * rows * columns if self.held else 0  # masks
         return tile + rows * hidden_size * (narrow + gathered) + columns * hidden_size * (narrow + width)
+
+    def _held_bytes(self, rows: int) -> int:
+        """Of a kept set: the logits of a block of rows, and its candidates, at worst twice sorted."""
+        if not self.held:
+            return 0
+        return rows * (self.problem.vocab_size * self.dtype.itemsize + 64 * self.candidates)
+
+    @property
+    def candidates(self) -> int:
+        """Of a kept set: how many of a row's largest logits are looked at first."""
+        p = self.problem
+        return min(p.vocab_size, CANDIDATES if p.top_k is None else p.top_k)
 
     @property
     def spare_bytes(self) -> int:
         """What a tile leaves of `workspace_bytes`."""
         return max(0, self.problem.workspace_bytes - self._bytes(self.rows, self.columns))
 
-    def scratch(self, index: int, rows: Rows, columns: Columns) -> Tensor:
+    def scratch(self, index: int, rows: Rows, columns: Columns | range) -> Tensor:
         """A contiguous [R, C] buffer, reused by every tile; its content is whatever the last tile left."""
         if index not in self._scratch:
             self._scratch[index] = self.problem.hidden.new_empty(self.rows * self.columns, dtype=self.dtype)
@@ -160,3 +183,27 @@ class TilePlan:
         factor = rows.inverse_temperature * (self.problem.scale if cap is None else cap)
         if isinstance(factor, Tensor) or factor != 1.0:
             out.mul_(factor)
+
+
+def label_columns(plan: TilePlan, rows: Rows, columns: Columns | range) -> tuple[Tensor, Tensor]:
+    """[R, K] each row's labels as columns of the tile, clamped into it, and whether they are of its columns."""
+    width = columns.stop - columns.start
+    local_RK = rows.label_R - plan.problem.vocab_start - columns.start
+    local_RK = local_RK if local_RK.ndim == 2 else local_RK.unsqueeze(1)
+    inside_RK = (local_RK >= 0) & (local_RK < width)
+    return local_RK.clamp_(0, width - 1), inside_RK
+
+
+class KeptTiles:
+    """Logits of the leading tiles of a pass, as many as fit a buffer, in the order in which the pass visits them."""
+
+    def __init__(self, plan: TilePlan, buffer: Tensor) -> None:
+        self.plan, self.flat, self.offset = plan, buffer.view(plan.dtype), 0
+
+    def next(self, rows: Rows, columns: Columns) -> tuple[Tensor, bool]:
+        """Where the next tile's logits are, and whether that is in the buffer; else it is a scratch tile."""
+        shape = (rows.stop - rows.start, columns.stop - columns.start)
+        begin, self.offset = self.offset, self.offset + shape[0] * shape[1]
+        if self.offset <= self.flat.shape[0]:
+            return self.flat[begin : self.offset].view(shape), True
+        return self.plan.scratch(0, rows, columns), False

@@ -4,6 +4,7 @@ from importlib.metadata import version
 
 from logitless import errors, losses, mismatch, reference
 from logitless._registry import PluginStatus, adapters, backends, make_forward, use_backend
+from logitless.best import top_k_log_probs
 from logitless.head import LMHead
 from logitless.kl import linear_kl
 from logitless.linear import linear_log_probs
@@ -42,5 +43,6 @@ __all__ = [
     "make_forward",
     "mismatch",
     "reference",
+    "top_k_log_probs",
     "use_backend",
 ]

@@ -1,6 +1,6 @@
 """One call of the op, checked and flattened: what both directions, and the single pass, start from.
 
-Shape suffixes: N tokens, n live tokens, D hidden size, V vocab rows of this rank, r LoRA rank.
+Shape suffixes: N tokens, n live tokens, K labels of a token, D hidden size, V vocab rows of this rank, r LoRA rank.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 
 from logitless._live import Live
 from logitless._registry import BACKENDS, choose_backend, load, requested_backend
-from logitless._validate import check_call
+from logitless._validate import check_call, check_kept
 from logitless.collectives import check_agreement, debugging, group_facts, resolve_group
 from logitless.errors import InputTypeError, UnsupportedError
 from logitless.head import LMHead
@@ -41,7 +41,7 @@ class Call:
     bias: Tensor | None  # [V]
     lora_u: Tensor | None  # [N, r]
     lora_b: Tensor | None  # [V, r]
-    labels: Tensor  # [N] int64
+    labels: Tensor  # [N] or [N, K] int64
     temperature: Tensor | None  # [N]; None: temperature_value
     temperature_value: float
     scale: float
@@ -54,6 +54,8 @@ class Call:
     backend: str
     group: str  # name of the process group that shares the vocabulary; "": none
     reduce_hidden_grad: bool
+    top_k: int | None = None
+    top_p: float | None = None
 
     @property
     def args(self) -> list[Any]:
@@ -90,7 +92,20 @@ class Call:
             workspace_bytes=self.workspace_bytes,
             validate=self.validate,
             group_size=1 if self.process_group is None else self.process_group.size(),
+            kept_set=self.truncated,
+            several_labels=self.labels.ndim == 2,
         )
+
+    @property
+    def truncated(self) -> bool:
+        """Whether the scores are those of a kept set."""
+        return self.top_k is not None or self.top_p is not None
+
+    @property
+    def stats_rows(self) -> int:
+        """Numbers of each token that the backend's forward leaves for its backward."""
+        several = self.labels.ndim == 2
+        return 4 + (self.labels.shape[1] if several else 1) if several or self.truncated else 4
 
     def kept_shape(self, entropy: bool, entropy_grad: bool, keep_bytes: int) -> tuple[int, ...]:
         return self.plugin.kept_shape(self.request(entropy, entropy_grad), keep_bytes) if keep_bytes else (0,)
@@ -103,9 +118,22 @@ class Call:
         """Which tokens are live, asked now and read later."""
         return Live(self.labels, self.temperature, self.ignore_index, self.vocab_size, self.validate)
 
-    def problem(self, live: Tensor | None, live_count: Tensor | None = None, *, last: bool = False) -> Problem:
+    def problem(
+        self,
+        live: Tensor | None,
+        live_count: Tensor | None = None,
+        *,
+        last: bool = False,
+        stats: tuple[str, ...] = (),
+    ) -> Problem:
         """What the backend solves, for the live tokens' indices [n]; None: all."""
-        dead = None if self.validate else self.labels == self.ignore_index
+        labels, dead = self.labels, None if self.validate else self.labels == self.ignore_index
+        if not self.validate:
+            labels = labels.clamp(0, self.vocab_size - 1)
+        elif labels.ndim == 2:
+            labels = labels.masked_fill(labels == self.ignore_index, 0)
+        if dead is not None and dead.ndim == 2:
+            dead = dead.all(1)
         temperature: Tensor | float = self.temperature_value
         if self.temperature is not None:
             temperature = self.temperature if dead is None else self.temperature.masked_fill(dead, 1.0)
@@ -115,7 +143,7 @@ class Call:
             bias=self.bias,
             lora_u=self.lora_u,
             lora_b=self.lora_b,
-            labels=self.labels if self.validate else self.labels.clamp(0, self.vocab_size - 1),
+            labels=labels,
             temperature=temperature,
             scale=self.scale,
             softcap=self.softcap,
@@ -129,6 +157,9 @@ class Call:
             reduce_hidden_grad=self.reduce_hidden_grad,
             live_count=live_count,
             last=last,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            stats=stats,
         )
 
     def agree(self, live: Live, entropy: bool) -> None:
@@ -145,20 +176,25 @@ class Call:
             "softcap, scale, temperature": (self.softcap, self.scale, self.temperature_value),
             "entropy": entropy,
             "workspace_bytes": self.workspace_bytes,
+            "top_k, top_p": (self.top_k, self.top_p),
         }
         check_agreement(self.process_group, facts, self.hidden.device)
 
     def unchecked(self, *values: Tensor | None, index: Tensor | None = None) -> list[Tensor | None]:
         """What `validate=False` promises: exactly 0 where ignored, NaN where the label is no token.
 
-        `values` are those of all tokens, or of the tokens in `index`; empty ones are left alone.
+        `values` are those of all tokens, or of the tokens in `index`; empty ones are left alone. Of a token of several
+        labels, what is not of a label is NaN where one of them is no token, and 0 where all are ignored.
         """
         labels = self.labels if index is None else self.labels[index]
         bad, ignored = labels.clamp(0, self.vocab_size - 1) != labels, labels == self.ignore_index
-        return [
-            x.masked_fill(bad, float("nan")).masked_fill_(ignored, 0.0) if x is not None and x.shape[0] else x
-            for x in values
-        ]
+
+        def told(x: Tensor) -> Tensor:
+            if x.ndim == labels.ndim:
+                return x.masked_fill(bad, float("nan")).masked_fill_(ignored, 0.0)
+            return x.masked_fill((bad & ~ignored).any(1), float("nan")).masked_fill_(ignored.all(1), 0.0)
+
+        return [told(x) if x is not None and x.shape[0] else x for x in values]
 
 
 FIELDS = tuple(field.name for field in fields(Call))
@@ -277,6 +313,10 @@ def make_call(
     backend: str | None,
     policy_loss: bool = False,
     ref_dtypes: tuple[torch.dtype, torch.dtype] | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    stats: tuple[str, ...] = (),
+    best: bool = False,
 ) -> tuple[Call, bool]:
     """The checked call on flat tensors, and whether any gradient is wanted; chooses the backend."""
     if isinstance(head, Tensor):
@@ -292,11 +332,14 @@ def make_call(
     }
     check_call(hidden, head, labels, temperature, ignore_index, keep_bytes, workspace_bytes, size, flags)
     _no_forward_mode(hidden, head)
+    vocab_start, vocab_size = _vocab_span(head, rank, size)
+    top_k, top_p = check_kept(top_k, top_p, vocab_size)
     weight, device_type = head.weight, hidden.device.type
     if torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)  # which leaves float64 alone, as for torch's own functions
         hidden, weight = (x if x.dtype == torch.float64 else x.to(dtype) for x in (hidden, weight))
-    n_tokens = math.prod(labels.shape)
+    tokens, several = hidden.shape[:-1], labels.ndim == hidden.ndim
+    n_tokens = math.prod(tokens)
     lora_u, lora_b = _single_pair(head, n_tokens)
     trained = (hidden, weight, head.bias, lora_u, lora_b)
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in trained)
@@ -321,19 +364,22 @@ def make_call(
         policy_loss=policy_loss,
         ref_dtypes=ref_dtypes,
         validate=validate,
+        kept_set=top_k is not None or top_p is not None,
+        several_labels=several,
+        stats=stats,
+        best=best,
     )
     temperature_N = None
     if isinstance(temperature, Tensor):
         wide = torch.promote_types(torch.promote_types(hidden.dtype, weight.dtype), torch.float32)
-        temperature_N = temperature.to(wide).expand(labels.shape).reshape(-1)
-    vocab_start, vocab_size = _vocab_span(head, rank, size)
+        temperature_N = temperature.to(wide).expand(tokens).reshape(-1)
     call = Call(
         hidden=hidden.reshape(n_tokens, hidden.shape[-1]),
         weight=weight,
         bias=head.bias,
         lora_u=lora_u,
         lora_b=lora_b,
-        labels=labels.reshape(-1).long(),
+        labels=labels.reshape(n_tokens, labels.shape[-1]).long() if several else labels.reshape(-1).long(),
         temperature=temperature_N,
         temperature_value=1.0 if isinstance(temperature, Tensor) else float(temperature),
         scale=float(head.scale),
@@ -346,5 +392,7 @@ def make_call(
         backend=name,
         group=group,
         reduce_hidden_grad=reduce_hidden_grad,
+        top_k=top_k,
+        top_p=top_p,
     )
     return call, needs_grad

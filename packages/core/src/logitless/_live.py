@@ -17,7 +17,7 @@ class Live:
     """The labels that are not ignored, with every value of a call checked on the way.
 
     Args:
-        labels: [N] int64.
+        labels: [N] or [N, K] int64; a token is live if one of its labels is.
         temperature: [N], or None where a number was checked before.
         validate: False asks nothing: every token counts as live, and nothing is checked.
     """
@@ -57,4 +57,5 @@ class Live:
         labels, _, ignore_index, _ = self._call
         if self.count == labels.shape[0]:
             return None
-        return torch.nonzero_static(labels != ignore_index, size=self.count).squeeze(1)
+        live = labels != ignore_index
+        return torch.nonzero_static(live.any(1) if live.ndim == 2 else live, size=self.count).squeeze(1)

@@ -8,6 +8,7 @@ kernels of a few hundred tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.nn import Parameter
 from logitless._call import FIRST_ONLY, Call, plain_arithmetic, spread
 from logitless._live import Live
 from logitless.errors import UnsupportedError
-from logitless.types import Forwarded, Gradients, Needs
+from logitless.types import STATS, Forwarded, Gradients, Needs
 
 __all__ = ["linear_log_probs_op", "scores"]
 
@@ -29,16 +30,19 @@ _TYPES = {
     "float": "float",
     "float | None": "float?",
     "int": "SymInt",
+    "int | None": "int?",
     "bool": "bool",
     "str": "str",
 }
 _CALL = ", ".join(f"{_TYPES[str(field.type)]} {field.name}" for field in fields(Call))
 _SIZE = len(fields(Call))
-_TENSORS = 7  # of a call, its first fields; the first five are differentiable
+_TENSORS, _LABELS = 7, 5  # of a call, its first fields; the first five are differentiable, and then come labels
 
 
-def _forward(call: Call, entropy: bool, entropy_grad: bool, keep_bytes: int) -> tuple[Forwarded, Live]:
-    """Scores of all N tokens."""
+def _forward(
+    call: Call, entropy: bool, entropy_grad: bool, keep_bytes: int, wanted: Sequence[str] = ()
+) -> tuple[Forwarded, Live]:
+    """Scores of all N tokens, and the statistics that are wanted."""
     live = call.live()
     call.agree(live, entropy)
     kept_shape = call.kept_shape(entropy, entropy_grad, keep_bytes)
@@ -49,35 +53,46 @@ def _forward(call: Call, entropy: bool, entropy_grad: bool, keep_bytes: int) -> 
             out = backend.forward(call.problem(None, live.on_device), **options)
         if out is None or live.indices is not None:
             out = None  # its memory first
-            out = backend.forward(call.problem(live.indices), **options)
+            out = backend.forward(call.problem(live.indices, stats=tuple(wanted)), **options)
     n_tokens, index = call.labels.shape[0], live.indices
-    log_probs, stats = spread(out.log_probs, index, n_tokens), spread(out.stats, index, n_tokens)
+    log_probs, stats = out.log_probs, spread(out.stats, index, n_tokens)
+    log_probs = spread(log_probs, index, n_tokens) if log_probs.ndim == 1 else _spread_rows(log_probs, index, n_tokens)
     entropies = log_probs.new_empty(0) if out.entropy is None else spread(out.entropy, index, n_tokens)
+    extras = None if out.extras is None else spread(out.extras, index, n_tokens)
     if not call.validate:
         log_probs, entropies = call.unchecked(log_probs, entropies)  # type: ignore[assignment]
-    return Forwarded(log_probs, entropies, stats, out.kept), live
+    elif log_probs.ndim == 2:
+        log_probs = log_probs.masked_fill_(call.labels == call.ignore_index, 0.0)
+    return Forwarded(log_probs, entropies, stats, out.kept, extras), live
+
+
+def _spread_rows(values: Tensor, live: Tensor | None, n_tokens: int) -> Tensor:
+    """[n, K] of live tokens to [N, K], 0 elsewhere."""
+    return values if live is None else values.new_zeros(n_tokens, values.shape[1]).index_copy_(0, live, values)
 
 
 @torch.library.custom_op(
     "logitless::linear_log_probs",
     mutates_args=(),
-    schema=f"({_CALL}, bool entropy, bool entropy_grad, SymInt keep_bytes)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    schema=f"({_CALL}, bool entropy, bool entropy_grad, SymInt keep_bytes, str[] wanted)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def linear_log_probs_op(*args: Any) -> tuple[Tensor, ...]:
-    """(log_probs [N], entropy [N] or [0], stats [4, N], order [N], live_count [] on the host, kept).
+    """(log_probs, entropy [N] or [0], stats [rows, N], order [N], live_count [] on the host, kept, extras).
 
-    `order` begins with the live tokens' indices.
+    `order` begins with the live tokens' indices; log_probs are in labels' shape; extras are the wanted statistics,
+    [rows, N].
     """
-    call, (entropy, entropy_grad, keep_bytes) = Call(*args[:_SIZE]), args[_SIZE:]
-    out, live = _forward(call, entropy, entropy_grad, keep_bytes)
+    call, options = Call(*args[:_SIZE]), args[_SIZE:]
+    out, live = _forward(call, *options)
+    extras = out.log_probs.new_empty(0, call.labels.shape[0]) if out.extras is None else out.extras
     assert out.entropy is not None
-    return out.log_probs, out.entropy, out.stats, *_order(call, live.indices), out.kept
+    return out.log_probs, out.entropy, out.stats, *_order(call, live.indices), out.kept, extras
 
 
 def _order(call: Call, live: Tensor | None) -> tuple[Tensor, Tensor]:
     """[N] that begins with the live tokens' indices, and [] on the host, how many they are."""
-    order, count = call.labels.new_zeros(call.labels.shape), call.labels.shape[0]
+    order, count = call.labels.new_zeros(call.labels.shape[0]), call.labels.shape[0]
     if live is not None:
         count = live.shape[0]
         order[:count] = live
@@ -86,24 +101,30 @@ def _order(call: Call, live: Tensor | None) -> tuple[Tensor, Tensor]:
 
 @linear_log_probs_op.register_fake
 def _(*args: Any) -> tuple[Tensor, ...]:
-    call, (entropy, entropy_grad, keep_bytes) = Call(*args[:_SIZE]), args[_SIZE:]
+    call, (entropy, entropy_grad, keep_bytes, wanted) = Call(*args[:_SIZE]), args[_SIZE:]
     n_tokens = call.labels.shape[0]
-    log_probs = call.hidden.new_empty(n_tokens, dtype=call.accumulation_dtype)
+    log_probs = call.hidden.new_empty(call.labels.shape, dtype=call.accumulation_dtype)
     return (
         log_probs,
         log_probs.new_empty(n_tokens if entropy else 0),
-        log_probs.new_empty(4, n_tokens),
+        log_probs.new_empty(call.stats_rows, n_tokens),
         call.labels.new_empty(n_tokens),
         torch.empty((), dtype=torch.int64, device="cpu"),
         call.hidden.new_empty(call.kept_shape(entropy, entropy_grad, keep_bytes), dtype=torch.uint8),
+        log_probs.new_empty(sum(_rows(call, name) for name in wanted), n_tokens),
     )
+
+
+def _rows(call: Call, name: str) -> int:
+    """Of a statistic, how many numbers each token has."""
+    return call.labels.shape[1] if STATS[name] and call.labels.ndim == 2 else 1
 
 
 @dataclass(frozen=True, slots=True)
 class Made:
     """What the forward made for the backward."""
 
-    stats: Tensor  # [4, N]
+    stats: Tensor  # [rows, N]
     live: Tensor | None  # [n]
     kept: Tensor
 
@@ -121,6 +142,8 @@ def _gradients(
     upstream, stats = [grad_log_probs, grad_entropy], made.stats
     if not call.validate:
         upstream = call.unchecked(*upstream)
+    elif call.labels.ndim == 2:
+        upstream[0] = grad_log_probs.masked_fill(call.labels == call.ignore_index, 0.0)
     if problem.live is not None:
         upstream = [None if grad is None else grad[problem.live] for grad in upstream]
         stats = stats[:, problem.live]
@@ -166,17 +189,17 @@ _backward_op.register_autograd(_no_double_backward)
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs[:_TENSORS], *output[2:])
+    ctx.save_for_backward(*inputs[:_TENSORS], *output[2:6])
     ctx.numbers = inputs[_TENSORS:_SIZE]
 
 
 def _backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None, *_: Any) -> tuple[Any, ...]:
     saved = ctx.saved_tensors  # once: activation checkpointing recomputes at the first look, and forbids a second
-    unfound = (None,) * (_SIZE + 3 - 5)
+    unfound = (None,) * (_SIZE + 4 - 5)
     if grad_log_probs is None and grad_entropy is None:
         return (None,) * 5 + unfound
     if grad_log_probs is None:
-        grad_log_probs = torch.zeros_like(saved[_TENSORS][0])
+        grad_log_probs = saved[_TENSORS].new_zeros(saved[_LABELS].shape)
     needs = list(ctx.needs_input_grad[:5])
     inputs, made = saved[:_TENSORS], saved[_TENSORS:]
     grads = _backward_op(*inputs, *ctx.numbers, *made, grad_log_probs, grad_entropy, needs)
@@ -190,23 +213,25 @@ class _Plain(Function):
     """The ops' two directions without the dispatcher."""
 
     @staticmethod
-    def forward(ctx: Any, options: tuple[Any, ...], *inputs: Any) -> tuple[Tensor, Tensor]:
-        call, (entropy, entropy_grad, keep_bytes, ctx.grad_buffer) = Call(*inputs), options
-        out, live = _forward(call, entropy, entropy_grad, keep_bytes)
+    def forward(ctx: Any, options: tuple[Any, ...], *inputs: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+        call, (entropy, entropy_grad, keep_bytes, wanted, ctx.grad_buffer) = Call(*inputs), options
+        out, live = _forward(call, entropy, entropy_grad, keep_bytes, wanted)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs[:_TENSORS], out.stats, live.indices, out.kept)
         ctx.numbers = inputs[_TENSORS:]  # grad_buffer isn't saved: one backward may write it before another's has run
-        return out.log_probs, out.entropy  # type: ignore[return-value]
+        if out.extras is not None:
+            ctx.mark_non_differentiable(out.extras)
+        return out.log_probs, out.entropy, out.extras  # type: ignore[return-value]
 
     @staticmethod
-    def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None, _: Any) -> tuple[Any, ...]:
         saved = ctx.saved_tensors  # once, as above
         unfound = (None,) * (_SIZE - 5)
         if grad_log_probs is None and grad_entropy is None:
             return (None,) * 6 + unfound
         call, made = Call(*saved[:_TENSORS], *ctx.numbers), Made(*saved[_TENSORS:])
         if grad_log_probs is None:
-            grad_log_probs = torch.zeros_like(made.stats[0])
+            grad_log_probs = made.stats.new_zeros(call.labels.shape)
         needs = list(ctx.needs_input_grad[1:6])
         if ctx.grad_buffer is not None:
             if torch.is_grad_enabled():  # a graph of this backward is being made, and the buffer cannot take part
@@ -234,12 +259,25 @@ def _looked_on(tensors: tuple[Tensor | None, ...]) -> bool:
 
 
 def scores(
-    call: Call, entropy: bool, entropy_grad: bool, keep_bytes: int, grad_buffer: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """log_probs [N] and entropy [N] (or [0]) of a call, differentiable."""
+    call: Call, entropy: bool, entropy_grad: bool, keep_bytes: int, grad_buffer: Tensor | None, wanted: tuple[str, ...]
+) -> tuple[Tensor, Tensor, dict[str, Tensor] | None]:
+    """log_probs [N] or [N, K], and entropy [N] (or [0]), of a call, differentiable; the wanted statistics by name."""
     options = (entropy, entropy_grad, keep_bytes)
     if grad_buffer is None and _looked_on(call.differentiable):
-        log_probs, entropies, *_ = linear_log_probs_op(*call.args, *options)
+        log_probs, entropies, *_, extras = linear_log_probs_op(*call.args, *options, list(wanted))
     else:
-        log_probs, entropies = _Plain.apply((*options, grad_buffer), *call.args)  # type: ignore[no-untyped-call]
-    return log_probs, entropies
+        options_plain = (*options, wanted, grad_buffer)
+        log_probs, entropies, extras = _Plain.apply(options_plain, *call.args)  # type: ignore[no-untyped-call]
+    return log_probs, entropies, _named(call, extras, wanted) if wanted else None
+
+
+def _named(call: Call, extras: Tensor, wanted: tuple[str, ...]) -> dict[str, Tensor]:
+    """Rows of statistics by name, [N] or labels' shape; 0 or False where ignored."""
+    parts = torch.split(extras.detach(), [_rows(call, name) for name in wanted])
+    found, ignored = {}, call.labels == call.ignore_index
+    for name, part in zip(wanted, parts, strict=True):
+        if STATS[name]:
+            found[name] = (part.T if call.labels.ndim == 2 else part.squeeze(0)).bool() & ~ignored
+        else:
+            found[name] = part.squeeze(0).masked_fill(ignored if ignored.ndim == 1 else ignored.all(1), 0.0)
+    return found

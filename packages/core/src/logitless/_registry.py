@@ -38,6 +38,12 @@ INSTALL = {
     COMMANDS: {"bench": "logitless", "score": "logitless-hf"},
 }
 ENVIRONMENT = "LOGITLESS_BACKEND"
+FEATURES = {
+    "kept_set": "scores over a kept set (top_k, top_p)",
+    "several_labels": "several labels of a token",
+    "stats": "further statistics (stats)",
+    "top_k_log_probs": "the most likely tokens (top_k_log_probs)",
+}
 
 _override: ContextVar[str | None] = ContextVar("logitless_backend", default=None)
 
@@ -155,6 +161,10 @@ def requested_backend(argument: str | None) -> str | None:
 
 def _lacks(backend: Any, request: Request) -> str | None:
     """Why a backend cannot serve a request that asks for attributes which it may leave out."""
+    lacking = request.features - getattr(backend, "features", frozenset())
+    if lacking:
+        served = " and ".join(FEATURES[name] for name in sorted(lacking))
+        return f"it does not serve {served}; take another backend, such as torch"
     if request.ref_dtypes is None or (hasattr(backend, "kl_forward") and hasattr(backend, "kl_backward")):
         return None
     return "it computes no divergences (linear_kl); take another backend, such as torch"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from numbers import Real
 
 import torch
@@ -10,8 +10,9 @@ from torch import Tensor
 
 from logitless.errors import InputTypeError, InvalidInputError
 from logitless.head import LMHead
+from logitless.types import STATS
 
-__all__ = ["check_call", "check_facts", "value_facts"]
+__all__ = ["check_call", "check_facts", "check_kept", "check_stats", "value_facts"]
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 SMALLEST, LARGEST = 1e-30, 1e30  # of temperatures and caps
@@ -122,12 +123,13 @@ def check_call(
     if hidden.ndim < 1 or hidden.shape[-1] == 0:
         raise InvalidInputError(f"hidden: got shape {tuple(hidden.shape)}, expected [..., D] with D >= 1")
     _tensor("labels", labels, hidden.device, INTEGERS)
-    if labels.shape != hidden.shape[:-1]:
+    tokens = tuple(hidden.shape[:-1])
+    if labels.shape[: len(tokens)] != tokens or labels.ndim > hidden.ndim or 0 in labels.shape[len(tokens) :]:
         raise InvalidInputError(
-            f"labels: got shape {tuple(labels.shape)}, expected {tuple(hidden.shape[:-1])}, hidden's "
-            f"{tuple(hidden.shape)} without its last dimension; labels are already shifted, one for each hidden state"
+            f"labels: got shape {tuple(labels.shape)}, expected {tokens}, hidden's {tuple(hidden.shape)} without its "
+            f"last dimension, or {(*tokens, 'K')} for K labels of each; labels are already shifted"
         )
-    _check_head(head, hidden.device, hidden.shape[-1], tuple(labels.shape))
+    _check_head(head, hidden.device, hidden.shape[-1], tokens)
     if head.vocab_start is not None and group_size == 1 and head.vocab_start != 0:
         raise InvalidInputError(
             f"head.vocab_start: got {head.vocab_start} without a tp_group of several ranks; pass it"
@@ -143,7 +145,7 @@ def check_call(
     if isinstance(temperature, Tensor):
         _tensor("temperature", temperature, hidden.device, FLOATS + INTEGERS)
         if temperature.ndim:
-            _shape("temperature", temperature, tuple(labels.shape), "labels' shape, one for each token, or a number")
+            _shape("temperature", temperature, tokens, "labels' shape, one for each token, or a number")
         if temperature.requires_grad:
             raise InvalidInputError("temperature: requires grad, but no gradient is given for it; detach it")
     else:
@@ -159,15 +161,45 @@ def check_call(
     _count("workspace_bytes", workspace_bytes, 1)
 
 
+def check_kept(top_k: object, top_p: object, vocab_size: int) -> tuple[int | None, float | None]:
+    """top_k and top_p, None where they keep every token."""
+    if top_k is not None:
+        if isinstance(top_k, bool) or not isinstance(top_k, int):
+            raise InputTypeError(f"top_k: got {type(top_k).__qualname__}, expected an int or None")
+        if top_k < 1:
+            raise InvalidInputError(f"top_k: got {top_k}, expected at least 1, or None to keep every token")
+        top_k = None if top_k >= vocab_size else top_k
+    if top_p is not None:
+        if isinstance(top_p, bool) or not isinstance(top_p, Real):
+            raise InputTypeError(f"top_p: got {type(top_p).__qualname__}, expected a number or None")
+        if not 0.0 < top_p <= 1.0:  # type: ignore[operator]
+            raise InvalidInputError(f"top_p: got {top_p}, expected more than 0 and at most 1, which keeps every token")
+        top_p = None if top_p == 1.0 else float(top_p)
+    return top_k, top_p
+
+
+def check_stats(stats: object) -> tuple[str, ...]:
+    """The names, each once."""
+    if isinstance(stats, str) or not isinstance(stats, Sequence):
+        raise InputTypeError(f"stats: got {type(stats).__qualname__}, expected names in a tuple, such as ({stats!r},)")
+    unknown = [name for name in stats if name not in STATS]
+    if unknown:
+        raise InvalidInputError(f"stats: got {unknown[0]!r}, expected some of {', '.join(map(repr, STATS))}")
+    return tuple(dict.fromkeys(stats))
+
+
 def value_facts(labels: Tensor, temperature: Tensor | None, ignore_index: int) -> Tensor:
     """[3] int64 of all N > 0 tokens: how many are live, their least and greatest label; [4] with bad temperatures.
 
     Args:
-        labels: [N] int64.
+        labels: [N] or [N, K] int64; a token is live if one of its labels is.
         temperature: [N], or None where a number was checked before.
     """
     live = labels != ignore_index
-    facts = [live.sum(), *torch.where(live, labels, 0).aminmax()]
+    span = torch.where(live, labels, 0).aminmax()
+    if live.ndim == 2:
+        live = live.any(1)
+    facts = [live.sum(), *span]
     if temperature is not None:
         facts.append((live & ~((temperature >= SMALLEST) & (temperature <= LARGEST))).sum())
     return torch.stack(facts)
@@ -179,6 +211,7 @@ def check_facts(
     """How many labels are live, from `value_facts`; raises if one, or the temperature of one, is out of range."""
     count, low, high, *cold = facts
     if low < 0 or high >= vocab_size:
+        labels = labels.flatten()
         seen = torch.where(labels != ignore_index, labels, 0)
         at = int(((seen < 0) | (seen >= vocab_size)).nonzero()[0, 0])
         raise InvalidInputError(
@@ -186,7 +219,8 @@ def check_facts(
             f"{vocab_size - 1} or ignore_index {ignore_index}; check the tokenizer against the head's vocab_size"
         )
     if cold and cold[0] and temperature is not None:
-        bad = (labels != ignore_index) & ~((temperature >= SMALLEST) & (temperature <= LARGEST))
+        live = labels != ignore_index
+        bad = (live.any(1) if live.ndim == 2 else live) & ~((temperature >= SMALLEST) & (temperature <= LARGEST))
         at = int(bad.nonzero()[0, 0])
         raise InvalidInputError(
             f"temperature: got {float(temperature[at])} at flat position {at}, expected positive finite numbers, from "

@@ -168,6 +168,8 @@ def linear_policy_loss(
     temperature: float | Tensor = 1.0,
     entropy: bool = True,
     entropy_grad: bool = True,
+    top_k: int | None = None,
+    top_p: float | None = None,
     ignore_index: int = -100,
     tp_group: Any = None,
     reduce_hidden_grad: bool = True,
@@ -181,9 +183,9 @@ def linear_policy_loss(
     of log_probs. Breaks a `torch.compile` graph. The backward can run once.
 
     Args:
-        hidden, head, labels and all keywords: as in `linear_log_probs`. With `head.grad_buffer` the buffer is filled
-            in the forward, so the loss must be the one that is differentiated: an upstream gradient other than 1
-            raises.
+        hidden, head, labels and all keywords: as in `linear_log_probs`; one label for each hidden state. With
+            `head.grad_buffer` the buffer is filled in the forward, so the loss must be the one that is differentiated:
+            an upstream gradient other than 1 raises.
         loss_fn: `loss_fn(scores, token_index) -> [m]`, called for one chunk of tokens at a time. `scores` are the
             chunk's `TokenLogProbs` [m], `token_index` [m] its tokens' places in `labels.flatten()`, with which it
             takes its slice of advantages or old log-probs. It returns each token's contribution, already weighted
@@ -212,6 +214,8 @@ def linear_policy_loss(
         temperature=temperature,
         entropy=entropy,
         entropy_grad=entropy_grad,
+        top_k=top_k,
+        top_p=top_p,
         ignore_index=ignore_index,
         tp_group=tp_group,
         reduce_hidden_grad=reduce_hidden_grad,
@@ -241,6 +245,11 @@ def _single_pass(
         policy_loss=True,
         **asked,
     )
+    if labels.ndim == hidden.ndim:
+        raise InvalidInputError(
+            f"labels: got shape {tuple(labels.shape)} with hidden's {tuple(hidden.shape)}, expected one label for each "
+            "hidden state; linear_log_probs scores several"
+        )
     settings = {
         "loss_fn": loss_fn,
         "entropy": entropy,

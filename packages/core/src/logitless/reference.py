@@ -6,6 +6,7 @@ Shape suffixes: N tokens, D hidden size, V vocab rows.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -13,7 +14,16 @@ from torch import Tensor
 from logitless.head import LMHead
 from logitless.types import TokenLogProbs
 
-__all__ = ["head_logits", "linear_kl", "linear_log_probs", "raw_logits", "scores_of", "tempered"]
+__all__ = [
+    "head_logits",
+    "keep",
+    "linear_kl",
+    "linear_log_probs",
+    "raw_logits",
+    "scores_of",
+    "tempered",
+    "top_k_log_probs",
+]
 
 
 def raw_logits(hidden: Tensor, head: LMHead) -> Tensor:
@@ -42,21 +52,89 @@ def head_logits(hidden: Tensor, head: LMHead, temperature: Tensor | float = 1.0)
     return tempered(raw_logits(hidden, head), head, temperature)
 
 
-def scores_of(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> TokenLogProbs:
-    """`log_softmax(z).gather(labels)` and `-Σ p log p` of logits [..., V], in nats; 0.0 where ignored."""
-    live = labels != ignore_index
-    log_p = logits[live].log_softmax(-1)
-    log_prob = log_p.gather(-1, labels[live].long().unsqueeze(-1)).squeeze(-1)
+def keep(logits: Tensor, top_k: int | None = None, top_p: float | None = None) -> Tensor:
+    """[..., V] bool: the tokens that a sampler keeps; a set of all those whose logit is at least a threshold.
+
+    `top_k`: a token with fewer than k of larger logit. `top_p`: of the softmax over those, a token with less than p in
+    the tokens of larger logit. Tokens of equal logit are kept or dropped together.
+    """
+    kept = torch.ones_like(logits, dtype=torch.bool)
+    if top_k is not None:
+        kept = logits >= logits.topk(min(top_k, logits.shape[-1])).values[..., -1:]
+    if top_p is not None:
+        p, order = logits.masked_fill(~kept, float("-inf")).softmax(-1).sort(-1, descending=True)
+        z = logits.gather(-1, order)
+        last = ((p.cumsum(-1) - p < top_p).sum(-1, keepdim=True) - 1).clamp(min=0)
+        kept = kept & (logits >= z.gather(-1, last))
+    return kept
+
+
+def scores_of(
+    logits: Tensor,
+    labels: Tensor,
+    ignore_index: int = -100,
+    *,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    stats: Sequence[str] = (),
+) -> TokenLogProbs:
+    """`log_softmax(z).gather(labels)` and `-Σ p log p` of logits [..., V], in nats; 0.0 where ignored.
+
+    Labels are [...] or [..., K]. With `top_k` or `top_p`, z is `-inf` at tokens that are not kept; of a label that is
+    not, the log-prob is that which it has when it alone is added to them.
+    """
+    labels_NK = labels.unsqueeze(-1) if labels.ndim < logits.ndim else labels
+    each = labels_NK != ignore_index
+    live = each.any(-1)
+    z, label_nK = logits[live], labels_NK[live].where(each[live], 0).long()
+    kept = keep(z.detach(), top_k, top_p)
+    log_p = z.masked_fill(~kept, float("-inf")).log_softmax(-1)
+    label_kept = kept.gather(-1, label_nK)
+    lse, own = z.masked_fill(~kept, float("-inf")).logsumexp(-1, keepdim=True), z.gather(-1, label_nK)
+    log_prob = torch.where(label_kept, log_p.gather(-1, label_nK), own - torch.logaddexp(lse, own))
     plogp = log_p.exp() * log_p.masked_fill(log_p == float("-inf"), 0.0)  # 0·log 0 = 0, not NaN
-    zeros = log_p.new_zeros(labels.shape)
-    return TokenLogProbs(zeros.masked_scatter(live, log_prob), zeros.masked_scatter(live, -plogp.sum(-1)))
+    zeros = log_p.new_zeros(live.shape)
+    found = {
+        "sum_sq_probs": log_p.exp().square().sum(-1),
+        "mean_logit": z.mean(-1),
+        "is_argmax": own == z.amax(-1, keepdim=True),
+        "is_kept": label_kept,
+    }
+
+    def whole(value: Tensor) -> Tensor:
+        if value.ndim == 1:
+            return zeros.to(value.dtype).masked_scatter(live, value)
+        blank = torch.zeros(labels.shape, dtype=value.dtype, device=value.device)
+        return blank.masked_scatter(each.view(labels.shape), value[each[live]])
+
+    return TokenLogProbs(
+        whole(log_prob), whole(-plogp.sum(-1)), {name: whole(found[name]).detach() for name in stats} or None
+    )
 
 
 def linear_log_probs(
-    hidden: Tensor, head: LMHead, labels: Tensor, *, temperature: Tensor | float = 1.0, ignore_index: int = -100
+    hidden: Tensor,
+    head: LMHead,
+    labels: Tensor,
+    *,
+    temperature: Tensor | float = 1.0,
+    ignore_index: int = -100,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    stats: Sequence[str] = (),
 ) -> TokenLogProbs:
-    """`scores_of(head_logits(hidden, head, temperature), labels, ignore_index)`."""
-    return scores_of(head_logits(hidden, head, temperature), labels, ignore_index)
+    """`scores_of(head_logits(hidden, head, temperature), labels, ...)`."""
+    logits = head_logits(hidden, head, temperature)[..., : head.vocab_size]
+    return scores_of(logits, labels, ignore_index, top_k=top_k, top_p=top_p, stats=stats)
+
+
+def top_k_log_probs(
+    hidden: Tensor, head: LMHead, k: int, *, temperature: Tensor | float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """The k largest of `log_softmax(z)`, ids and values [..., k], largest first; of equal ones the lowest id first."""
+    logits = head_logits(hidden, head, temperature)
+    ids = logits.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+    return ids, logits.log_softmax(-1).gather(-1, ids)
 
 
 def linear_kl(

@@ -16,6 +16,7 @@ from logitless.packing import PackedBatch
 
 __all__ = [
     "PROTOCOL",
+    "STATS",
     "Adapter",
     "Backend",
     "CausalLMOutputForPPO",
@@ -30,16 +31,23 @@ __all__ = [
     "TokenLoss",
 ]
 
+STATS = {"sum_sq_probs": False, "mean_logit": False, "is_argmax": True, "is_kept": True}
+"""Names of further statistics, and whether each is of a label (then bool) or of the distribution."""
+
 PROTOCOL = 1
 """Version of the contract between core and its plugins; a plugin states the one that it was written for."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogProbs:
-    """Scores of tokens, in nats: float32, or float64 for float64 inputs, shaped like the labels."""
+    """Scores of tokens, in nats: float32, or float64 for float64 inputs, shaped like the labels.
+
+    Of labels [..., K], `entropy` is [...], the distribution's. `stats` are those that were asked for, by name.
+    """
 
     log_probs: Tensor
     entropy: Tensor | None
+    stats: Mapping[str, Tensor] | None = None
 
 
 @runtime_checkable
@@ -96,6 +104,21 @@ class Request:
     ref_dtypes: tuple[torch.dtype, torch.dtype] | None = None  # of a divergence: the reference's hidden and weight
     workspace_bytes: int = 512 << 20
     validate: bool = True
+    kept_set: bool = False  # scores over the tokens that top_k or top_p keeps
+    several_labels: bool = False  # labels are [N, K]
+    stats: tuple[str, ...] = ()  # more statistics of each token
+    best: bool = False  # `top_k_log_probs`
+
+    @property
+    def features(self) -> frozenset[str]:
+        """What a backend must name in its `features` to be asked at all."""
+        asked = {
+            "kept_set": self.kept_set,
+            "several_labels": self.several_labels,
+            "stats": bool(self.stats),
+            "top_k_log_probs": self.best,
+        }
+        return frozenset(name for name, present in asked.items() if present)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +132,10 @@ class Problem:
     `live_count` comes only to a backend whose `speculates` is True: the problem is stated as if all N tokens were live,
     before the host knows; labels may then hold anything. Where it holds less than N, the result is thrown away, so a
     kernel may leave at once.
+
+    With `top_k` or `top_p`, what is scored is the distribution over the tokens that `logitless.reference.keep` keeps;
+    a label that is not among them is scored as if it alone were added. Labels [N, K] are K tokens to score for each
+    hidden state; labels of which nothing is wanted are some valid token there, and their upstream gradient is 0.
     """
 
     hidden: Tensor  # [N, D]
@@ -116,7 +143,7 @@ class Problem:
     bias: Tensor | None  # [V]
     lora_u: Tensor | None  # [N, r]
     lora_b: Tensor | None  # [V, r]
-    labels: Tensor  # [N] int64, global vocab ids; anything at tokens that are not live
+    labels: Tensor  # [N] or [N, K] int64, global vocab ids; anything at tokens that are not live
     temperature: Tensor | float  # [N] in the accumulation dtype, or one number
     scale: float
     softcap: float | None
@@ -130,16 +157,22 @@ class Problem:
     reduce_hidden_grad: bool = True  # sum d_hidden and d_lora_u over the group
     live_count: Tensor | None = None  # [] int64, on the device
     last: bool = False  # of a backward: no other will read what was kept, so it may be overwritten
+    top_k: int | None = None  # less than vocab_size
+    top_p: float | None = None  # less than 1
+    stats: tuple[str, ...] = ()  # names of STATS
 
 
 @dataclass(frozen=True, slots=True)
 class Forwarded:
     """A backend's forward: scores of the n live tokens, and what its own backward wants back."""
 
-    log_probs: Tensor  # [n] float32, or float64 for float64 inputs
+    log_probs: Tensor  # [n] or [n, K], float32, or float64 for float64 inputs
     entropy: Tensor | None  # [n], same dtype
-    stats: Tensor  # [4, n], same dtype; opaque to core
+    stats: Tensor  # [4, n], or [4 + K, n] with a kept set or several labels, same dtype; opaque to core
     kept: Tensor  # [kept_shape] uint8; opaque to core
+    extras: Tensor | None = (
+        None  # [rows, n], same dtype: `Problem.stats` in their order, each a row, or K of each label
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,11 +219,15 @@ class Backend(Protocol):
 
     The functions are plain: autograd, custom ops, validation, ignored tokens and the choice of backend are core's.
 
-    Some attributes may be left out. `speculates = True`: `forward` may be called before the host knows whether all
-    tokens are live (`Problem.live_count`). `multiply_(gradient, factor)`: multiplies a gradient in place by a factor []
-    on the device, at no cost where that is 1. For `linear_kl`, of two problems with the same tokens and vocab rows:
-    `kl_forward(student, teacher, *, direction, beta)` gives the divergences [n] and statistics [5, n] (opaque to core),
-    `kl_backward(student, teacher, stats, grad, needs, *, direction, beta)` the student's `Gradients` for upstream [n].
+    Some attributes may be left out. `features`: a frozenset of those of "kept_set", "several_labels", "stats" and
+    "top_k_log_probs" that it serves; a request for another never reaches `supports`. With "top_k_log_probs",
+    `top_k_log_probs(problem, k)` gives ids [n, k] int64 and log-probs [n, k] of the largest logits, of equal ones the
+    lowest id first; the problem's labels are of no use. `speculates = True`: `forward` may be called before the host
+    knows whether all tokens are live (`Problem.live_count`). `multiply_(gradient, factor)`: multiplies a gradient in
+    place by a factor [] on the device, at no cost where that is 1. For `linear_kl`, of two problems with the same
+    tokens and vocab rows: `kl_forward(student, teacher, *, direction, beta)` gives the divergences [n] and statistics
+    [5, n] (opaque to core), `kl_backward(student, teacher, stats, grad, needs, *, direction, beta)` the student's
+    `Gradients` for upstream [n].
     """
 
     @property

@@ -92,7 +92,7 @@ class MemoryChecks(ConformanceChecks):
             validate=True,
             backend=self.backend,
         )
-        torch.library.opcheck(linear_log_probs_op, (*call.args, True, True, keep_bytes))
+        torch.library.opcheck(linear_log_probs_op, (*call.args, True, True, keep_bytes, []))
 
     def test_strided_hidden(self, dtype: torch.dtype) -> None:
         """[B, S, D] seen through a transpose: the gradient reaches the tensor beneath."""

@@ -13,9 +13,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from logitless import _ops, kl
+from logitless import _ops, best, kl
 
 __all__ = ["AllocationGuard", "MemoryTracker", "ProductCounter"]
+
+OPS = (_ops.linear_log_probs_op, _ops._backward_op, kl.linear_kl_op, kl._backward_op, best.top_k_log_probs_op)
 
 
 class _Within(TorchDispatchMode):
@@ -23,7 +25,7 @@ class _Within(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for op in (_ops.linear_log_probs_op, _ops._backward_op, kl.linear_kl_op, kl._backward_op):
+        for op in OPS:
             if func is op._opoverload:
                 with self:
                     return op._init_fn(*args, **kwargs)
