@@ -69,7 +69,7 @@ class Case:
         with torch.set_grad_enabled(backward):
             value = function(s.hidden[some], s.weight, t.hidden[some], t.weight)
             if backward:
-                value.mean().backward()
+                torch.autograd.backward(value.mean())
         return Outcome(value.detach(), None, s.hidden.grad, s.weight.grad)
 
 
