@@ -1,7 +1,7 @@
 """What a backend's author tests with: cases, tolerances, memory and product counters, and the conformance checks.
 
-`BackendConformance` is in `logitless.testing.conformance` and `DivergenceConformance` in `logitless.testing.divergence`,
-the modules here that need pytest (`pip install "logitless[testing]"`).
+`BackendConformance` is in `logitless.testing.conformance` and `DivergenceConformance` in
+`logitless.testing.divergence`, the modules here that need pytest (`pip install "logitless[testing]"`).
 """
 
 from logitless.testing.cases import Case, cases
