@@ -22,6 +22,10 @@ TOLERANCE = 1e-4  # nats, and of each gradient relative to its largest element; 
 ROWS, COLUMNS, TEMPERATURE = 2, 7, 0.7
 
 
+class NotFinite(Exception):
+    """A family's own gradients are infinite or NaN, so that there is nothing to compare with."""
+
+
 @dataclass
 class Verdict:
     """A row of the table.
@@ -84,6 +88,8 @@ def _gradient_error(got: dict[str, Tensor | None], expected: dict[str, Tensor | 
     worst = 0.0
     for name, wanted in expected.items():
         found = got[name]
+        if found is not None and not found.isfinite().all():
+            return float("inf")  # a NaN compares as less than whatever is the worst as yet
         if found is None or wanted is None:
             rest = found if wanted is None else wanted
             worst = max(worst, 0.0 if rest is None else float(rest.abs().max()) / max(floor, 1e-30))
@@ -94,7 +100,7 @@ def _gradient_error(got: dict[str, Tensor | None], expected: dict[str, Tensor | 
 
 
 def _largest(*errors: Tensor) -> float:
-    return max(float(error.detach().abs().max()) for error in errors)
+    return max(float(error.detach().abs().nan_to_num(float("inf")).max()) for error in errors)
 
 
 def _compare(model: Any, inputs: dict[str, Tensor], report: Any) -> dict[str, float]:
@@ -108,6 +114,8 @@ def _compare(model: Any, inputs: dict[str, Tensor], report: Any) -> dict[str, fl
         targets = targets % logits.shape[-1]
         expected = _own_scores(logits, targets)
         expected_gradients = _gradients(model, expected)
+        if not all(found.isfinite().all() for found in expected_gradients.values() if found is not None):
+            raise NotFinite("its own gradients of text are not finite")
         torch.manual_seed(5)
         out = model(**inputs, return_log_probs=True, shift_labels=targets, temperature=TEMPERATURE)
         got = (out.log_probs, out.entropy)
@@ -129,6 +137,7 @@ def _told(report: Any) -> str:
     parts = [] if report.scale == 1 else [f"× {report.scale:.6g}"]
     parts += [] if report.softcap is None else [f"softcap {report.softcap:.6g}"]
     parts += ["bias"] if report.bias else []
+    parts += [] if report.offset is None else ["bias buffer"]
     parts += ["own forward"] if report.own_forward else []
     return ", ".join(parts) or "none"
 
@@ -159,6 +168,8 @@ def _judge(name: str, cls: Any, dtype: torch.dtype) -> Verdict:
         errors = _compare(model, inputs, report)
     except LogitlessError as error:
         return Verdict(name, "refused", dtype=told, reason=str(error))
+    except NotFinite as error:
+        return Verdict(name, "not run", dtype=told, reason=str(error))
     right = max(errors["score_error"], errors["gradient_error"]) <= TOLERANCE
     return Verdict(name, "right" if right else "wrong", _told(report), told, **errors)
 

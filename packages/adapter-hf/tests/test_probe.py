@@ -120,14 +120,29 @@ ADVERSARIES: dict[str, tuple[Any, Any, str]] = {
     "vocabulary mask": (mask_low, None, "mask"),
     "finite vocabulary mask": (suppress, None, "vocab row"),
     "slice": (lambda m, z: z[..., :50], None, "slice"),
-    "bias buffer": (
-        lambda m, z: z + m.final_bias[: z.shape[-1]],
+    "scale and bias buffer": (
+        lambda m, z: 2 * z + m.final_bias[: z.shape[-1]],
         learn("final_bias", BIAS, buffer=True),
-        "depends on final_bias",
+        "depends on final_bias, and more than adds it",
     ),
-    "bias buffer of zeros": (
+    "scale buffer of each vocab row": (
+        lambda m, z: z * m.final_bias[: z.shape[-1]],
+        learn("final_bias", BIAS, buffer=True),
+        "vocab row",
+    ),
+    "bias buffer, capped": (
+        lambda m, z: 9 * torch.tanh((z + m.final_bias[: z.shape[-1]]) / 9),
+        learn("final_bias", BIAS, buffer=True),
+        "vocab row|neither",
+    ),
+    "bias buffer of positions": (
+        lambda m, z: z + m.final_bias[: z.shape[1], None],
+        learn("final_bias", BIAS, buffer=True),
+        "vocab row|position",
+    ),
+    "bias parameter": (
         lambda m, z: z + m.final_bias[: z.shape[-1]],
-        learn("final_bias", torch.zeros(101), buffer=True),
+        learn("final_bias", BIAS),
         "depends on final_bias",
     ),
     "log_softmax": (lambda m, z: z.log_softmax(-1), None, "position|vocab row|neither"),
@@ -166,6 +181,27 @@ def test_the_same_model_unaltered_binds(make_model: Any, tokens: Tensor, check: 
     expected = check.own_scores(model, check.shift(tokens), input_ids=tokens)[0]
     bind(model)
     torch.testing.assert_close(model(tokens, return_log_probs=True).log_probs, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("shape", [(101,), (1, 101), (1, 1, 101)])
+@pytest.mark.parametrize("value", [BIAS, torch.zeros(101)], ids=["drawn", "zeros"])
+def test_a_bias_buffer_is_added(
+    value: Tensor, shape: tuple[int, ...], make_model: Any, tokens: Tensor, check: Any
+) -> None:
+    model = altered(
+        make_model, lambda m, z: z + m.final_bias, learn("final_bias", value.view(shape).clone(), buffer=True)
+    )
+    bind(model)
+    assert inspect_head(model).offset == "final_bias"
+    for change in (0.0, 1.5):  # it is looked up at each call
+        model.final_bias[..., 7] += change
+        before = model.final_bias
+        expected = check.own_scores(model, check.shift(tokens), 0.7, input_ids=tokens)
+        out = model(tokens, return_log_probs=True, temperature=0.7)
+        torch.testing.assert_close((out.log_probs, out.entropy), expected, rtol=1e-9, atol=1e-9)
+        got = check.gradients(model, (out.log_probs, out.entropy))
+        check.gradients_equal(got, check.gradients(model, expected), rtol=1e-9)
+        assert model.final_bias is before
 
 
 def test_a_scale_in_place_is_understood(make_model: Any, tokens: Tensor, check: Any) -> None:

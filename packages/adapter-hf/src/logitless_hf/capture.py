@@ -19,7 +19,7 @@ from logitless.errors import UnsupportedError
 from logitless_hf.head import Head, find_head, in_slot, lora_pairs, own_weight
 from logitless_hf.sharding import HeadRows, Results, local_rows, opened, sealed
 
-__all__ = ["StandIn", "call_head", "capture", "check_linear", "first_stream"]
+__all__ = ["StandIn", "call_head", "capture", "check_linear", "emptied", "first_stream"]
 
 
 class StandIn(nn.Module):
@@ -51,6 +51,22 @@ def first_stream(x: Tensor) -> Tensor:
 
 def _no_logits(hidden: Tensor) -> Tensor:
     return hidden.new_zeros(*hidden.shape[:-1], 0)
+
+
+@contextmanager
+def emptied(model: nn.Module, buffer: str | None) -> Iterator[None]:
+    """Within the block, the buffer has no elements, so that it can be added to logits of width 0."""
+    if buffer is None:
+        yield
+        return
+    path, _, name = buffer.rpartition(".")
+    buffers = model.get_submodule(path)._buffers
+    before = buffers[name]
+    buffers[name] = model.get_buffer(buffer)[..., :0]
+    try:
+        yield
+    finally:
+        buffers[name] = before
 
 
 def capture(

@@ -1,9 +1,10 @@
 """What a family does to its logits, found by trying it: a stand-in for the head returns chosen values.
 
 Configs mislead: some carry `final_logit_softcapping` or `logit_scale` and their forward ignores it. So no attribute
-is read: every element of a [batch, position, vocabulary] block gets a value of its own draw, and one of `z -> s·z` and
-`z -> c·tanh(s·z/c)` must explain all that comes out, in train and in eval mode. One fit over the whole block also
-refuses what depends on the batch row, the position, the vocab row or the other values of a row.
+is read: every element of a [batch, position, vocabulary] block gets a value of its own draw, and one of `z -> s·z`,
+`z -> c·tanh(s·z/c)` and `z -> z + a buffer's numbers` must explain all that comes out, in train and in eval mode. One
+fit over the whole block also refuses what depends on the batch row, the position, the vocab row or the other values of
+a row.
 """
 
 from __future__ import annotations
@@ -39,10 +40,11 @@ ABSOLUTE = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Transform:
-    """`z -> s·z`, or `z -> c·tanh(s·z/c)` with a softcap c."""
+    """`z -> s·z`, or `z -> c·tanh(s·z/c)` with a softcap c, or `z -> z + o` with the buffer named `offset`, [V]."""
 
     scale: float = 1.0
     softcap: float | None = None
+    offset: str | None = None
 
 
 @contextmanager
@@ -157,8 +159,11 @@ def _points(vocab: int) -> Tensor:
     return drawn[torch.randperm(count, generator=generator)].view(BATCH, LENGTH, vocab)
 
 
-def _observe(model: nn.Module, call: Callable[..., Any], points: Tensor) -> tuple[Tensor, float]:
-    """What the model makes of these logits, float64 on the CPU, and the relative rounding of its own arithmetic."""
+def _observe(
+    model: nn.Module, call: Callable[..., Any], points: Tensor, offset: str | None = None
+) -> tuple[Tensor, float, list[str]]:
+    """What the model makes of these logits, float64 on the CPU; the relative rounding of its own arithmetic; and what
+    else the outcome depends on, but for the buffer `offset`, which is given numbers that are subtracted again."""
 
     def answer(hidden: Tensor) -> Tensor:
         if first_stream(hidden).shape[:-1] != points.shape[:-1]:
@@ -172,18 +177,30 @@ def _observe(model: nn.Module, call: Callable[..., Any], points: Tensor) -> tupl
             answered = torch.cat([answered, others], 1)
         return answered
 
+    drawn = torch.zeros((), dtype=torch.float64)
     with torch.enable_grad(), _tracked(model) as names:
+        if offset is not None:
+            path, _, name = offset.rpartition(".")
+            buffers = model.get_submodule(path)._buffers
+            drawn = (torch.arange(points.shape[-1], dtype=torch.float64) * 7919) % 31 - 15
+            before = model.get_buffer(offset)
+            buffers[name] = drawn.view_as(before).to(before)
         output, _, _ = capture(model, lambda: call(**probe_inputs(model)), answer)
         logits = getattr(output, "logits", None)
         if not isinstance(logits, Tensor):
             raise UnsupportedError(f"the output, a {type(output).__qualname__}, has no logits")
         if logits.shape != points.shape:
             raise UnsupportedError(f"the head gives {tuple(points.shape)}, the model {tuple(logits.shape)}: a slice")
-        if logits.requires_grad:
-            causes = _ancestors(logits, names)
-            told = ", ".join(causes[:3]) + (f" and {len(causes) - 3} more" if len(causes) > 3 else "")
-            raise UnsupportedError(f"what the model does to its logits depends on {told}")
-    return logits.detach().to("cpu", torch.float64), 4 * torch.finfo(logits.dtype).eps
+        causes = _ancestors(logits, names) if logits.requires_grad else []
+    return logits.detach().to("cpu", torch.float64) - drawn, 4 * torch.finfo(logits.dtype).eps, causes
+
+
+def _offset(model: nn.Module, causes: list[str], vocab: int) -> str:
+    """The buffer of a number for each vocab row, if that is all there is."""
+    if len(causes) == 1 and causes[0] in {name for name, buffer in model.named_buffers() if buffer.numel() == vocab}:
+        return causes[0]
+    told = ", ".join(causes[:3]) + (f" and {len(causes) - 3} more" if len(causes) > 3 else "")
+    raise UnsupportedError(f"what the model does to its logits depends on {told}")
 
 
 def _snap(value: float, tolerance: float) -> float:
@@ -230,6 +247,18 @@ def _fit(x: Tensor, y: Tensor, rounding: float) -> Transform:
     raise UnsupportedError(_why_not(x, y))
 
 
+def _identify(model: nn.Module, call: Callable[..., Any], points: Tensor) -> Transform:
+    """In the mode that the model is in."""
+    observed, rounding, causes = _observe(model, call, points)
+    if not causes:
+        return _fit(points, observed, rounding)
+    offset = _offset(model, causes, points.shape[-1])
+    observed, rounding, causes = _observe(model, call, points, offset)
+    if causes or _fit(points, observed, rounding) != Transform():
+        raise UnsupportedError(f"what the model does to its logits depends on {offset}, and more than adds it")
+    return Transform(offset=offset)
+
+
 def identify(model: nn.Module, call: Callable[..., Any]) -> Transform:
     """What the model does between its head and its logits, by running it in eval and in train mode.
 
@@ -246,7 +275,7 @@ def identify(model: nn.Module, call: Callable[..., Any]) -> Transform:
         for module in model.modules():
             module.training = training
         check_linear(model, lambda: call(**probe_inputs(model)))
-        found.append(_fit(points, *_observe(model, call, points)))
+        found.append(_identify(model, call, points))
     if found[0] != found[1]:
         raise UnsupportedError(
             f"the model treats its logits differently in eval, {found[0]}, and train mode, {found[1]}"

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from logitless import LMHead, linear_log_probs, linear_policy_loss
 from logitless.errors import InvalidInputError, LogitlessError, UnsupportedError
-from logitless_hf.capture import call_head, capture
+from logitless_hf.capture import call_head, capture, emptied
 from logitless_hf.head import find_head, has_weights
 from logitless_hf.labels import IGNORE_INDEX, next_token_labels
 from logitless_hf.outputs import CausalLMOutputForPPO, scored_output
@@ -60,6 +60,7 @@ class HeadReport:
         vocab_size, hidden_size, dtype: of the head's weight; None if there is no such head.
         bias: whether the head has one.
         own_forward: whether the head's module has a forward of its own, in which more than `weight` may be.
+        offset: the name of the buffer of V numbers that the model adds to its logits; None if it adds none.
         scale, softcap: s and c.
         adapters: the LoRA adapters on the head that were active.
         reason: None if the head is understood, else why not.
@@ -77,10 +78,11 @@ class HeadReport:
     reason: str | None = None
     values: bool = False
     own_forward: bool = False
+    offset: str | None = None
 
     @property
     def transform(self) -> Transform:
-        return Transform(self.scale, self.softcap)
+        return Transform(self.scale, self.softcap, self.offset)
 
     @classmethod
     def of(cls, model: nn.Module, transform: Transform) -> HeadReport:
@@ -96,6 +98,7 @@ class HeadReport:
             transform.softcap,
             head.adapters,
             own_forward=head.own,
+            offset=transform.offset,
         )
 
     @classmethod
@@ -199,6 +202,15 @@ def valued_forward(
     return CausalLMOutputForPPO(values=values.flatten()[:0].view(tokens.shape))
 
 
+def _bias(model: nn.Module, offset: str | None, rows: HeadRows) -> Tensor | None:
+    """That of the head and the buffer `offset`, of this rank's vocab rows."""
+    if offset is None:
+        return rows.bias
+    start = rows.vocab_start or 0
+    added = model.get_buffer(offset).flatten()[start : start + rows.weight.shape[0]]
+    return added if rows.bias is None else rows.bias + added
+
+
 def scored_forward(
     model: nn.Module,
     forward: Callable[..., Any],
@@ -221,7 +233,8 @@ def scored_forward(
     empty = targets.numel() == 0
     if empty:
         call = _stand_in_call(model, call)
-    output, hidden, head = capture(model, lambda: forward(model, **call))
+    with emptied(model, transform.offset):
+        output, hidden, head = capture(model, lambda: forward(model, **call))
     if empty:  # what the family returned is of the stand-in token
         output, hidden = CausalLMOutputForPPO(), hidden.flatten(0, -2)[:0].view(*targets.shape, hidden.shape[-1])
     if targets.shape != hidden.shape[:-1]:
@@ -231,9 +244,9 @@ def scored_forward(
         )
 
     def op(hidden: Tensor, rows: HeadRows, lora: tuple[tuple[Tensor, Tensor], ...]) -> Results:
-        head = LMHead(
-            rows.weight, rows.bias, transform.scale, transform.softcap, rows.vocab_size, rows.vocab_start, lora
-        )
+        bias = _bias(model, transform.offset, rows)
+        sizes = rows.vocab_size, rows.vocab_start
+        head = LMHead(rows.weight, bias, transform.scale, transform.softcap, *sizes, lora)
         asked: dict[str, Any] = {
             "hidden": hidden,
             "head": head,
