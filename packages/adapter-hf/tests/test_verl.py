@@ -179,6 +179,19 @@ def test_a_critic_is_refused(make_verl: Any) -> None:
         patch.apply_monkey_patch(AutoModelForTokenClassification.from_config(config), True, "torch")
 
 
+def test_a_forward_that_verl_overwrote_is_refused_where_it_is_patched(make_verl: Any) -> None:
+    class Patched(LlamaForCausalLM):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return super().forward(*args, **kwargs)
+
+    patch, model = make_verl(), tiny()
+    Patched.forward.__module__ = "verl.models.transformers.qwen2_vl"
+    model.__class__ = Patched
+    with pytest.raises(UnsupportedError, match="verl has overwritten its forward"):
+        patch.apply_monkey_patch(model, True, "torch")
+    assert type(model) is Patched
+
+
 @pytest.mark.parametrize("case", MOVED)
 def test_a_moved_seam_is_told_although_verl_swallows_it(make_verl: Any, caplog: Any, case: str) -> None:
     module, old, new, told = MOVED[case]

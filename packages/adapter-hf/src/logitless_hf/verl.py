@@ -37,6 +37,7 @@ ENGINE, PASSED = "workers/engine/fsdp/transformer_impl.py", 'extra_args["shift_l
 ORIGINAL = "_logitless_original"  # on a function of ours: verl's
 REASON = "_logitless_reason"  # on one that refuses: why
 AUTOMATIC = (None, "auto")
+OWN = "set VERL_USE_EXTERNAL_PLUGINS=none to have verl's own kernels"
 
 
 def _version() -> str:
@@ -79,8 +80,7 @@ def _backend(name: str | None) -> str | None:
         hint = "; liger is verl's own" if name == "liger" else ""
         raise NotFoundError(
             f"fused_kernel_options.impl_backend: got {name!r}, expected 'auto' or an installed backend of logitless "
-            f"({installed}){hint}; pip install logitless-torch or logitless-triton, or set VERL_USE_EXTERNAL_PLUGINS="
-            "none to have verl's own kernels"
+            f"({installed}){hint}; pip install logitless-torch or logitless-triton, or {OWN}"
         )
     if not found[name].ok:
         raise BrokenPluginError(f"fused_kernel_options.impl_backend: {name!r} is broken: {found[name].reason}")
@@ -91,6 +91,11 @@ def _bind(model: nn.Module, impl_backend: str | None) -> None:
     name = type(model).__qualname__
     if is_value_model(model):
         raise UnsupportedError(f"{name}: is a value model, which has no scores; leave use_fused_kernels off for it")
+    if type(model).forward.__module__.startswith("verl."):
+        raise UnsupportedError(
+            f"{name}: verl has overwritten its forward (a vision-language model's) by one that does not run without "
+            f"positions of four rows, so it cannot be tried out; leave use_fused_kernels off, or {OWN}"
+        )
     # Not examined yet: it lies on the CPU, on some ranks without weights, and its attention may want a GPU. All ranks
     # make their first scoring call together, so there they may meet in collectives.
     bind_always(model, _backend(impl_backend), at_once=False)
@@ -139,7 +144,7 @@ def refuse(reason: str) -> None:
         model: nn.Module, use_fused_kernels: bool = False, *args: Any, **kwargs: Any
     ) -> Any:
         if use_fused_kernels:
-            raise UnsupportedError(f"use_fused_kernels: {reason}; VERL_USE_EXTERNAL_PLUGINS=none has verl's own")
+            raise UnsupportedError(f"use_fused_kernels: {reason}; or {OWN}")
         return original(model, use_fused_kernels, *args, **kwargs)
 
     setattr(patch_forward_with_backends, ORIGINAL, original)

@@ -170,6 +170,7 @@ def _patch(module: Any) -> Callable[[nn.Module], None]:
         if inner.post_process:
             examined(inner)
             _models[inner.output_layer] = ref(inner)
+            print(f"logitless-mcore {importlib.metadata.version('logitless-mcore')} scores {type(inner).__qualname__}")
         original(model)
 
     return patch_fused_forward
