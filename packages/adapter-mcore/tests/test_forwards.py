@@ -128,6 +128,20 @@ def test_vision_models_get_padded_ids_with_packed_parameters(fused: bool) -> Non
         gptmodel_forward_no_padding(stage, ids, images, vision_model=True)
 
 
+@pytest.mark.parametrize("nested", [False, True])
+def test_vision_models_get_rows_aligned_left_in_bshd(nested: bool) -> None:
+    stage = Echo(post_process=False)
+    if nested:
+        gptmodel_forward_no_padding(
+            stage, jagged([5, 6, 7], [8]), {}, vision_model=True, pad_token_id=1, data_format="bshd"
+        )
+    else:
+        model_forward_gen(True)(stage, IDS, HOLES.float(), None, {}, data_format="bshd")
+    assert stage.call["input_ids"].tolist() == ([[5, 6, 7], [8, 0, 0]] if nested else [[5, 6, 7], [8, 9, 3]])
+    assert stage.call["attention_mask"].tolist() == [[True] * 3, [True, not nested, not nested]]
+    assert "packed_seq_params" not in stage.call
+
+
 def test_multi_token_prediction_gets_its_labels() -> None:
     model, config = Echo(), SimpleNamespace(enable_train=True)
 
@@ -152,8 +166,6 @@ def test_what_is_refused() -> None:
     forward = model_forward_gen()
     with pytest.raises(InvalidInputError, match="data_format: got 'sbhd'"):
         forward(Echo(), IDS, HOLES, None, {}, data_format="sbhd")
-    with pytest.raises(UnsupportedError, match="vision"):
-        model_forward_gen(True)(Echo(), IDS, HOLES, None, {}, data_format="bshd")
     model = Echo()
     model.config.fp8 = "e4m3"
     with pytest.raises(UnsupportedError, match="fp8"):

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         preprocess_packed_seqs,
         preprocess_thd_no_padding,
     )
+    from logitless_mcore.qwen2_5_vl import Qwen2_5_VL, build_qwen2_5_vl, qwen2_5_vl_config
     from logitless_mcore.registry import (
         get_mcore_forward_fn,
         get_mcore_forward_fused_fn,
@@ -44,7 +45,9 @@ __version__ = version("logitless-mcore")
 __all__ = [
     "CausalLMOutputForPPO",
     "McoreAdapter",
+    "Qwen2_5_VL",
     "__version__",
+    "build_qwen2_5_vl",
     "fused_forward_model_gen",
     "fused_gptmodel_forward_no_padding",
     "get_mcore_forward_fn",
@@ -66,6 +69,7 @@ __all__ = [
     "preprocess_bshd_no_padding",
     "preprocess_packed_seqs",
     "preprocess_thd_no_padding",
+    "qwen2_5_vl_config",
     "save_hf_weights",
     "set_vocab_size",
     "to_value_model",
@@ -74,6 +78,8 @@ __all__ = [
 _HOME = {
     "CausalLMOutputForPPO": "outputs",
     "McoreAdapter": "adapter",
+    "Qwen2_5_VL": "qwen2_5_vl",
+    "build_qwen2_5_vl": "qwen2_5_vl",
     "fused_forward_model_gen": "forwards",
     "fused_gptmodel_forward_no_padding": "forwards",
     "get_mcore_forward_fn": "registry",
@@ -95,6 +101,7 @@ _HOME = {
     "preprocess_bshd_no_padding": "packing",
     "preprocess_packed_seqs": "packing",
     "preprocess_thd_no_padding": "packing",
+    "qwen2_5_vl_config": "qwen2_5_vl",
     "save_hf_weights": "weights",
     "set_vocab_size": "head",
     "to_value_model": "value_head",

@@ -186,9 +186,11 @@ class Arrangement:
             fill: what stands where no value belongs.
         """
         packed = self.batch.pack(x, of, fill)
-        if self.ranks.cp > 1:
-            packed = packed.index_select(0, self._shard().input_ids)
-        return packed.reshape(*self.shape, *packed.shape[1:])
+        return self.part(packed).reshape(*self.shape, *packed.shape[1:])
+
+    def part(self, x: Tensor) -> Tensor:
+        """[T, ...] of the whole packed batch to this context-parallel rank's [P, ...]; what it was without them."""
+        return x.index_select(0, self._shard().input_ids) if self.ranks.cp > 1 else x
 
     def unpack(self, x: Tensor) -> Tensor:
         """[1, P, ...] or [B, S', ...] of every context-parallel rank back into the caller's layout, 0 elsewhere.

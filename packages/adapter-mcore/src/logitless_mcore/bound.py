@@ -15,17 +15,18 @@ from torch import Tensor, nn
 from logitless import PackedBatch, TokenLogProbs
 from logitless.errors import InvalidInputError, UnsupportedError
 from logitless_mcore.arrangement import IGNORE_INDEX, Arrangement, Ranks, arrange, ramp
-from logitless_mcore.capture import is_last_stage, language_model, run_scored
+from logitless_mcore.capture import is_last_stage, language_model, run_scored, unwrapped
 from logitless_mcore.examine import examined
 from logitless_mcore.head import Asked, Scored, score, vocab_size_of
 from logitless_mcore.outputs import CausalLMOutputForPPO
 from logitless_mcore.prediction import Ahead, depth_of, without_prediction
 from logitless_mcore.value_head import is_value_model
+from logitless_mcore.vision import batch_inputs, takes_images
 
 __all__ = ["McoreForward", "make_forward"]
 
 
-def _check_batch(batch: Any, layout: str, ranks: Ranks, multi_modal_inputs: Mapping[str, Any] | None) -> None:
+def _check_batch(batch: Any, layout: str, ranks: Ranks) -> None:
     if not isinstance(batch, PackedBatch):
         raise InvalidInputError(f"batch: got {type(batch).__qualname__}, expected a logitless.PackedBatch")
     wanted = (ranks.cp_rank, ranks.cp, "zigzag") if ranks.cp > 1 else None
@@ -42,13 +43,14 @@ def _check_batch(batch: Any, layout: str, ranks: Ranks, multi_modal_inputs: Mapp
             f"batch: its padded lengths are {list(batch.padded_lengths)}, expected multiples of {ranks.align}; make "
             f"it with align={ranks.align}, twice tensor times context parallelism"
         )
-    if multi_modal_inputs:
-        raise UnsupportedError(f"multi_modal_inputs: got {', '.join(multi_modal_inputs)}; only text is served yet")
 
 
-def _check_positions(inner: Any, batch: PackedBatch) -> None:
-    """Rotary embeddings of packed tokens count within each sequence by themselves; other positions would be lost."""
-    if getattr(inner, "position_embedding_type", None) not in ("rope", "yarn"):
+def _check_positions(model: Any, batch: PackedBatch) -> None:
+    """What counts within each sequence by itself, a model of images or a rotary embedding, would lose others."""
+    if takes_images(model):
+        if batch.position_ids.ndim > 1:
+            return
+    elif getattr(language_model(model), "position_embedding_type", None) not in ("rope", "yarn"):
         return
     if batch.position_ids.ndim > 1:
         raise UnsupportedError("batch: its position_ids are for mrope, the model has other rotary embeddings")
@@ -66,6 +68,9 @@ def _check_positions(inner: Any, batch: PackedBatch) -> None:
 @dataclass(frozen=True, slots=True)
 class McoreForward:
     """The `ForwardFn` of a Megatron model: scores [T] of this rank's tokens in batch order, whatever the layout.
+
+    A model of images takes `multi_modal_inputs`: its forward's own keywords (`pixel_values`, `image_grid_thw`, ...), of
+    all sequences of the batch in their order, also over context parallelism.
 
     Nothing about the model is changed between calls, so there is nothing to undo. Every rank of the model's groups
     calls it alike; data-parallel ranks have batches of their own.
@@ -100,16 +105,10 @@ class McoreForward:
         """
         inner = language_model(self.model)
         ranks = Ranks.of(inner)
-        _check_batch(batch, self.layout, ranks, multi_modal_inputs)
-        _check_positions(inner, batch)
+        _check_batch(batch, self.layout, ranks)
+        _check_positions(self.model, batch)
         run = _arranged(batch, self.layout, ranks, bool(inner.config.sequence_parallel), inner.config.fp8)
-        inputs = {
-            "input_ids": _grid(run, run.batch.input_ids),
-            "position_ids": _grid(run, run.batch.position_ids),
-            "attention_mask": None,
-        }
-        if run.params is not None:
-            inputs["packed_seq_params"] = run.params
+        inputs = _inputs(self.model, run, batch, multi_modal_inputs)
         if not is_last_stage(self.model):
             return self.model(**inputs)
         places = _places(batch, run)
@@ -154,6 +153,28 @@ def _arranged(batch: PackedBatch, layout: str, ranks: Ranks, sequence_parallel: 
     if layout == "bshd":
         return arrange(batch, "bshd", ranks, sequence_parallel=sequence_parallel).occupied()
     return arrange(batch, "thd", ranks, fp8=bool(fp8)).occupied()
+
+
+def _inputs(
+    model: Any, run: Arrangement, batch: PackedBatch, multi_modal_inputs: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Keywords of the model's forward."""
+    if takes_images(model):
+        return batch_inputs(model, run, batch, multi_modal_inputs)
+    if multi_modal_inputs:
+        raise UnsupportedError(
+            f"multi_modal_inputs: got {', '.join(multi_modal_inputs)} for a {type(unwrapped(model)).__qualname__}, "
+            "expected a model around a language_model whose forward names pixel_values"
+        )
+    position_ids = run.batch.position_ids
+    if getattr(language_model(model), "position_embedding_type", None) == "mrope":
+        position_ids = position_ids.expand(3, -1) if position_ids.ndim == 1 else position_ids[-3:]
+    inputs = {
+        "input_ids": _grid(run, run.batch.input_ids),
+        "position_ids": _grid(run, position_ids),
+        "attention_mask": None,
+    }
+    return inputs if run.params is None else {**inputs, "packed_seq_params": run.params}
 
 
 def _grid(run: Arrangement, x: Tensor) -> Tensor:

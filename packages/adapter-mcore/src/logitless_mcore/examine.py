@@ -115,7 +115,9 @@ def _probe(inner: Any) -> dict[str, Any]:
     rows = vocab_size_of(inner) or inner.vocab_size
     positions = torch.arange(count, device=device)
     tokens = (5 + 7919 * positions) % rows
-    return {"input_ids": tokens[None], "position_ids": positions[None], "attention_mask": None}
+    axes = getattr(inner, "position_embedding_type", None) == "mrope"  # [3, 1, S]
+    position_ids = positions.expand(3, 1, -1) if axes else positions[None]
+    return {"input_ids": tokens[None], "position_ids": position_ids, "attention_mask": None}
 
 
 # --- what it does to its logits --------------------------------------------------------------------------------------

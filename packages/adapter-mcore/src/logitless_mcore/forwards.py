@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from logitless.errors import InvalidInputError, UnsupportedError
@@ -20,6 +19,7 @@ from logitless_mcore.capture import is_last_stage, language_model, run_scored, u
 from logitless_mcore.examine import examined
 from logitless_mcore.head import Asked, Scored, score, vocab_size_of
 from logitless_mcore.prediction import Ahead, own_logits, without_prediction
+from logitless_mcore.vision import images_of, vision_rows
 
 __all__ = [
     "arranged_for",
@@ -30,22 +30,17 @@ __all__ = [
 ]
 
 Processor = Callable[..., Mapping[str, Tensor]]
-VISION = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
 
 
 # --- what the model is called with -----------------------------------------------------------------------------------
 
 
-def arranged_for(
-    model: Any, input_ids: Tensor, attention_mask: Tensor | None, data_format: str, vision_model: bool
-) -> Arrangement:
+def arranged_for(model: Any, input_ids: Tensor, attention_mask: Tensor | None, data_format: str) -> Arrangement:
     """The arrangement of these sequences that the model takes."""
     config = getattr(unwrapped(model), "config", None)
     fp8 = getattr(config, "fp8", None)
     if data_format not in ("thd", "bshd"):
         raise InvalidInputError(f"data_format: got {data_format!r}, expected 'thd' or 'bshd'")
-    if data_format == "bshd" and vision_model:
-        raise UnsupportedError("data_format: got 'bshd' for a vision model, expected 'thd'")
     if data_format == "bshd" and fp8:
         raise UnsupportedError("data_format: got 'bshd' for a model in fp8, expected 'thd'")
     batch, offsets = as_batch(input_ids, attention_mask)
@@ -59,11 +54,6 @@ def arranged_for(
         fp8=fp8 in ("e4m3", "hybrid"),
         offsets=offsets,
     ).occupied()
-
-
-def _vision_inputs(multi_modal_inputs: Mapping[str, Any] | None, device: torch.device) -> dict[str, Any]:
-    given = multi_modal_inputs or {}
-    return {name: given[name].to(device) for name in VISION if given.get(name) is not None}
 
 
 def _inputs(
@@ -81,15 +71,6 @@ def _inputs(
 
 def _looks_ahead(mtp_config: Any) -> bool:
     return mtp_config is not None and bool(mtp_config.enable_train)
-
-
-def _padded_rows(input_ids: Any, pad_token_id: int | None) -> tuple[Tensor, Tensor]:
-    """A nested tensor as [B, S] ids and their mask, for a vision model."""
-    if pad_token_id is None:
-        raise InvalidInputError("pad_token_id: got None for a vision model, expected an id to pad its rows with")
-    lengths = input_ids.offsets().diff() if input_ids.lengths() is None else input_ids.lengths()
-    rows = input_ids.to_padded_tensor(pad_token_id)
-    return rows, torch.arange(rows.shape[1], device=rows.device) < lengths[:, None]
 
 
 # --- by logits -------------------------------------------------------------------------------------------------------
@@ -150,7 +131,8 @@ def model_forward_gen(vision_model: bool = False) -> Callable[..., Any]:
             input_ids: [B, S].
             attention_mask: [B, S] of 0 and 1, padded left, right or with holes.
             position_ids: [B, S], or None to count from 0 in each sequence. Rotary embeddings count by themselves.
-            multi_modal_inputs: any of pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw; or None.
+            multi_modal_inputs: any of pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw, in the order
+                of the rows; or None.
             logits_processor: `logits_processor(output, **packed args) -> dict`, whose values are brought back.
             logits_processor_args: tensors [B, S, ...] that are packed for it; anything else is passed as it is.
             value_model: drop the output's last dimension, of size 1.
@@ -162,11 +144,11 @@ def model_forward_gen(vision_model: bool = False) -> Callable[..., Any]:
         Returns:
             [B, S, ...], 0 where the mask is 0; a dict of them with a processor; or the raw stage tensor.
         """
-        arrangement = arranged_for(model, input_ids, attention_mask, data_format, vision_model)
-        vision = _vision_inputs(multi_modal_inputs, input_ids.device)
-        inputs = _inputs(arrangement, input_ids, position_ids, vision)
-        if vision_model:  # it cuts its sequences itself, once the images' features are in place
-            inputs |= {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": None}
+        arrangement = arranged_for(model, input_ids, attention_mask, data_format)
+        images = images_of(model, multi_modal_inputs, input_ids.device)
+        inputs = _inputs(arrangement, input_ids, position_ids, images)
+        if vision_model:
+            inputs |= vision_rows(arrangement, input_ids, attention_mask)
         arguments = _pack_all(arrangement, logits_processor_args, shifted=())
         if _looks_ahead(mtp_config) and is_last_stage(model):
             inputs |= {"labels": arguments["label"], "loss_mask": arguments["label_mask"]}
@@ -191,11 +173,10 @@ def gptmodel_forward_no_padding(
     Of the processor's arguments, the one named `label` is shifted: each place gets the next token of its sequence, and
     0 after the last. A vision model needs `pad_token_id`.
     """
-    arrangement = arranged_for(model, input_ids, None, data_format, vision_model)
-    inputs = _inputs(arrangement, input_ids, None, _vision_inputs(multi_modal_inputs, input_ids.device))
+    arrangement = arranged_for(model, input_ids, None, data_format)
+    inputs = _inputs(arrangement, input_ids, None, images_of(model, multi_modal_inputs, input_ids.device))
     if vision_model:
-        rows, mask = _padded_rows(input_ids, pad_token_id)
-        inputs |= {"input_ids": rows, "attention_mask": mask, "position_ids": None}
+        inputs |= vision_rows(arrangement, input_ids, None, pad_token_id)
     arguments = _pack_all(arrangement, logits_processor_args, shifted=("label",))
     return _logits_forward(model, arrangement, inputs, logits_processor, arguments, value_model)
 
@@ -282,10 +263,10 @@ def fused_forward_model_gen(vision_model: bool = False) -> Callable[..., Any]:
         Returns:
             {"log_probs", "entropy"}, [B, S] nats, 0 where a mask is 0; or the raw stage tensor.
         """
-        arrangement = arranged_for(model, input_ids, attention_mask, data_format, vision_model)
-        inputs = _inputs(arrangement, input_ids, position_ids, _vision_inputs(multi_modal_inputs, input_ids.device))
+        arrangement = arranged_for(model, input_ids, attention_mask, data_format)
+        inputs = _inputs(arrangement, input_ids, position_ids, images_of(model, multi_modal_inputs, input_ids.device))
         if vision_model:
-            inputs |= {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": None}
+            inputs |= vision_rows(arrangement, input_ids, attention_mask)
         unscored = (labels_mask == 0) & (labels != IGNORE_INDEX)  # any token will do
         packed = arrangement.pack(labels.long().masked_fill(unscored, 0), fill=IGNORE_INDEX)
         further = None
@@ -334,11 +315,10 @@ def fused_gptmodel_forward_no_padding(
         {"log_probs", "entropy"}, nested [B, j] nats; at t of the token after t; 0 at each sequence's last place, and
         where nothing is scored. Or the raw stage tensor.
     """
-    arrangement = arranged_for(model, input_ids, None, data_format, vision_model)
-    inputs = _inputs(arrangement, input_ids, None, _vision_inputs(multi_modal_inputs, input_ids.device))
+    arrangement = arranged_for(model, input_ids, None, data_format)
+    inputs = _inputs(arrangement, input_ids, None, images_of(model, multi_modal_inputs, input_ids.device))
     if vision_model:
-        rows, mask = _padded_rows(input_ids, pad_token_id)
-        inputs |= {"input_ids": rows, "attention_mask": mask, "position_ids": None}
+        inputs |= vision_rows(arrangement, input_ids, None, pad_token_id)
     packed = arrangement.pack(input_ids if labels is None else labels, "token", IGNORE_INDEX).long()
     if labels_mask is not None:
         packed = packed.masked_fill(arrangement.pack(labels_mask) == 0, IGNORE_INDEX)

@@ -17,7 +17,7 @@ from logitless.errors import InvalidInputError, UnsupportedError
 
 __all__ = ["FAMILIES", "check_settings"]
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen2_5_vl")
 
 # Hugging Face's name, Megatron's.
 SAME = {
@@ -35,7 +35,7 @@ EXPECTED = {
     "rotary_interleaved": False,
     "multi_latent_attention": False,
 }
-ROPE = ("default", "linear", "llama3")
+ROPE = ("default", "linear", "llama3", "mrope")  # the last: default frequencies over three axes
 INSTEAD = "pass check_config=False if you know that it does not matter"
 
 
@@ -54,6 +54,7 @@ def check_settings(model: Any, told: dict[str, Any], where: str) -> None:
     family = told.get("model_type")
     if family not in FAMILIES:
         raise UnsupportedError(f"{where} is of the family {family!r}, expected one of {', '.join(FAMILIES)}")
+    told = {**told, **told.get("text_config", {})}  # of the language model within one that takes images
     differences = [
         f"{name}: {found!r}, expected {wanted!r}"
         for name, found, wanted in _compared(model, told)
@@ -103,9 +104,11 @@ def _own_windows(config: Any) -> list[tuple[int, int] | None]:
 
 
 def _rotary_difference(model: Any, told: dict[str, Any]) -> list[str]:
-    kind = getattr(model, "position_embedding_type", None)
-    if kind != "rope":
-        return [f"position_embedding_type: {kind!r}, expected 'rope'"]
+    kind, section = getattr(model, "position_embedding_type", None), _told_rope(told).get("mrope_section")
+    if kind != ("mrope" if section else "rope"):
+        return [f"position_embedding_type: {kind!r}, expected {'mrope' if section else 'rope'!r}"]
+    if section and list(model.mrope_section) != list(section):
+        return [f"mrope_section: {model.mrope_section}, expected {list(section)}"]
     wanted = _told_frequencies(told)
     rotary = model.rotary_pos_emb
     found = rotary.inv_freq.float().cpu() / (rotary.seq_len_interpolation_factor or 1.0)
@@ -117,9 +120,13 @@ def _rotary_difference(model: Any, told: dict[str, Any]) -> list[str]:
     ]
 
 
+def _told_rope(told: dict[str, Any]) -> dict[str, Any]:
+    return told.get("rope_parameters") or told.get("rope_scaling") or {}  # transformers 5, transformers 4
+
+
 def _told_frequencies(told: dict[str, Any]) -> Tensor:
     """[rotary head size / 2] fp32, in radians a token."""
-    rope = told.get("rope_parameters") or told.get("rope_scaling") or {}  # transformers 5, transformers 4
+    rope = _told_rope(told)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ROPE:
         raise UnsupportedError(f"rope_type: got {kind!r}, expected one of {', '.join(ROPE)}; {INSTEAD}")

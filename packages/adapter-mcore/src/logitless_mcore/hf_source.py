@@ -17,6 +17,20 @@ from logitless.errors import InputTypeError, InvalidInputError, NotFoundError
 __all__ = ["HFSource", "open_source"]
 
 INDEX = "model.safetensors.index.json"
+# What versions of transformers put before names that the checkpoints of vision-language models have without.
+PREFIXES = {
+    "model.language_model.": "model.",
+    "model.visual.": "visual.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+}
+
+
+def _published(name: str) -> str:
+    for prefix, instead in PREFIXES.items():
+        if name.startswith(prefix):
+            return instead + name.removeprefix(prefix)
+    return name
 
 
 class HFSource:
@@ -31,16 +45,17 @@ class HFSource:
         self.where = where
         self.config = config
         self._tensors = tensors
+        self._names = {_published(name): name for name in tensors}
 
     def __contains__(self, name: str) -> bool:
-        return name in self._tensors
+        return name in self._names
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
+        return iter(self._names)
 
     def read(self, name: str) -> Tensor:
         """The whole tensor, detached; a DTensor is gathered, on all of its ranks."""
-        tensor = self._tensors[name]
+        tensor = self._tensors[self._names[name]]
         whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
         return whole.detach()
 

@@ -20,6 +20,7 @@ from logitless.errors import InvalidInputError
 from logitless_mcore.arrangement import Arrangement, Ranks, arrange, as_batch, lengthened
 
 __all__ = [
+    "arranged_as",
     "postprocess_bshd",
     "postprocess_bshd_no_padding",
     "postprocess_packed_seqs",
@@ -47,8 +48,10 @@ def preprocess_packed_seqs(
     return arrangement.pack(input_ids) if pre_process else input_ids, arrangement.params
 
 
-def _arranged_as(packed_seq_params: Any, batch: PackedBatch, batch_size: int, offsets: Tensor | None) -> Arrangement:
-    """The arrangement that made these parameters."""
+def arranged_as(
+    packed_seq_params: Any, batch: PackedBatch, batch_size: int, offsets: Tensor | None, ranks: Ranks | None = None
+) -> Arrangement:
+    """The arrangement that made these parameters, for the present ranks unless others are given."""
     cu_seqlens = packed_seq_params.cu_seqlens_q_padded
     bounds = (packed_seq_params.cu_seqlens_q if cu_seqlens is None else cu_seqlens).tolist()
     padded = [end - begin for begin, end in pairwise(bounds)]
@@ -59,7 +62,7 @@ def _arranged_as(packed_seq_params: Any, batch: PackedBatch, batch_size: int, of
         )
     if any(short < true for short, true in zip(padded, lengths, strict=True)):
         raise InvalidInputError(f"packed_seq_params: its lengths {padded} do not hold sequences of {list(lengths)}")
-    return Arrangement(lengthened(batch, padded), "thd", Ranks.present(), offsets)
+    return Arrangement(lengthened(batch, padded), "thd", ranks or Ranks.present(), offsets)
 
 
 def postprocess_packed_seqs(
@@ -79,7 +82,7 @@ def postprocess_packed_seqs(
     batch, _ = as_batch(output, attention_mask)
     if attention_mask.shape[1] != seq_len:
         raise InvalidInputError(f"seq_len: got {seq_len}, expected attention_mask's {attention_mask.shape[1]}")
-    return _arranged_as(packed_seq_params, batch, batch_size, None).unpack(output)
+    return arranged_as(packed_seq_params, batch, batch_size, None).unpack(output)
 
 
 def preprocess_bshd(
@@ -161,7 +164,7 @@ def postprocess_thd_no_padding(
     if not post_process:
         return output
     batch, offsets = as_batch(input_ids)
-    return _arranged_as(packed_seq_params, batch, batch_size, offsets).unpack(output)
+    return arranged_as(packed_seq_params, batch, batch_size, offsets).unpack(output)
 
 
 def preprocess_bshd_no_padding(

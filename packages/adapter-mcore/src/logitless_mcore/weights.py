@@ -4,7 +4,7 @@ One table says which tensors make a parameter and how they are laid out; both di
 those of Megatron's local layer spec, of `layer_spec`, and of Transformer Engine's, which keeps a norm's weight in the
 linear layer behind it.
 
-Families: Llama, Mistral, Qwen2, Qwen3, tied or not, over any tensor- and pipeline-parallel ranks.
+Families: Llama, Mistral, Qwen2, Qwen3 and `Qwen2_5_VL`, tied or not, over any tensor- and pipeline-parallel ranks.
 """
 
 from __future__ import annotations
@@ -82,15 +82,34 @@ class Target:
 def _gpt(chunk: Any) -> Any:
     """The GPTModel within its wrappers."""
     inner = language_model(chunk)
-    if inner is not unwrapped(chunk) or not hasattr(getattr(inner, "decoder", None), "layers"):
+    known = inner is unwrapped(chunk) or _tower_prefix(chunk) is not None
+    if not known or not hasattr(getattr(inner, "decoder", None), "layers"):
         raise UnsupportedError(f"model: got a {type(unwrapped(chunk)).__qualname__}, expected Megatron's GPTModel")
     return inner
 
 
-def _chunks(model: Any) -> list[Any]:
+def _stages(model: Any) -> list[Any]:
     """One model, or the list of them that a virtual pipeline has."""
-    listed = isinstance(model, (Sequence, nn.ModuleList))
-    return [_gpt(chunk) for chunk in (model if listed else [model])]
+    return list(model) if isinstance(model, (Sequence, nn.ModuleList)) else [model]
+
+
+def _chunks(model: Any) -> list[Any]:
+    return [_gpt(chunk) for chunk in _stages(model)]
+
+
+def _tower_prefix(chunk: Any) -> str | None:
+    """Under which name a checkpoint has the vision tower of a model that has one."""
+    found: str | None = getattr(unwrapped(chunk), "hf_tower", None)
+    return found
+
+
+def _tower_targets(chunk: Any) -> list[Target]:
+    """The vision tower's parameters, where this stage has it; they are whole on every rank."""
+    prefix, tower = _tower_prefix(chunk), getattr(unwrapped(chunk), "vision_model", None)
+    if prefix is None or tower is None:
+        return []
+    named = tower.named_parameters()
+    return [Target(f"vision_model.{name}", x, (prefix + name,), Copy()) for name, x in named]
 
 
 def _targets(gpt: Any) -> list[Target]:
@@ -149,7 +168,9 @@ def load_hf_weights(model: Any, source: Any, *, check_config: bool = True) -> No
         for gpt in chunks:
             check_settings(gpt, opened.config, opened.where)
     targets = [(gpt, _with_tied_head(target, opened)) for gpt in chunks for target in _targets(gpt)]
-    _check_names([target for _, target in targets], opened, chunks[0])
+    stages = _stages(model)
+    targets += [(_gpt(stage), target) for stage in stages for target in _tower_targets(stage)]
+    _check_names([target for _, target in targets], opened, chunks[0], _tower_prefix(stages[0]))
     for gpt, target in targets:
         _fill(gpt, target, opened)
 
@@ -162,7 +183,7 @@ def _with_tied_head(target: Target, source: HFSource) -> Target:
     return target
 
 
-def _check_names(targets: Sequence[Target], source: HFSource, gpt: Any) -> None:
+def _check_names(targets: Sequence[Target], source: HFSource, gpt: Any, tower: str | None = None) -> None:
     wanted = {name for target in targets for name in target.names}
     missing = [name for name in wanted if name not in source]
     if missing:
@@ -173,7 +194,10 @@ def _check_names(targets: Sequence[Target], source: HFSource, gpt: Any) -> None:
     kinds = {match[2] for match in matches if match} or {name for rule in LAYER.values() for name in rule.names}
     elsewhere = {name for rule in MODEL.values() for name in rule.names}
     unexpected = []
+    tower_elsewhere = tower is not None and not any(name.startswith(tower) for name in wanted)
     for name in source:
+        if tower is not None and tower_elsewhere and name.startswith(tower):
+            continue
         match = THEIRS.fullmatch(name)
         if name in wanted or name in elsewhere or DERIVED.fullmatch(name):
             continue
@@ -234,7 +258,10 @@ def hf_weights(model: Any, *, vocab_size: int | None = None) -> Iterator[tuple[s
     """
     from logitless_mcore.head import vocab_size_of
 
-    for gpt in _chunks(model):
+    for chunk in _stages(model):
+        gpt = _gpt(chunk)
+        for target in _tower_targets(chunk):
+            yield target.names[0], target.parameter.detach()
         rows = vocab_size_of(gpt) if vocab_size is None else vocab_size
         for target in _targets(gpt):
             if target.name == "output_layer.weight" and gpt.share_embeddings_and_output_weights:
