@@ -190,6 +190,17 @@ def trl(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def verl(session: nox.Session) -> None:
+    """verl's own engines with our plugins, against their full-logits paths: FSDP, and Megatron's call order at TP 2."""
+    # Without TRL, which verl 0.9.1 takes for an older one.
+    install(session, ["core", "torch", "hf", "mcore"], "verl==0.9.1", "pytest>=9")
+    install_megatron(session, "0.19")
+    tests = [f"{FOLDERS['hf']}/tests/test_verl.py", f"{FOLDERS['hf']}/tests/test_verl_engine.py"]
+    tests.append(f"{FOLDERS['mcore']}/tests/test_verl.py")
+    session.run("pytest", *tests, *session.posargs, env={**ENV, "OMP_NUM_THREADS": "1"})
+
+
+@nox.session(default=False)
 def bench(session: nox.Session) -> None:
     """Runs one benchmark: `nox -s bench -- op [options of logitless bench]`, or a script in benchmarks/ by its name."""
     scripts = sorted({path.stem for path in (ROOT / "benchmarks").glob("*.py")} - {"tables"})
