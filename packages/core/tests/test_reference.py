@@ -58,3 +58,42 @@ def test_uniform_distribution_has_the_entropy_of_its_size() -> None:
     assert out.log_probs.item() == pytest.approx(-math.log(8))
     assert out.entropy is not None
     assert out.entropy.item() == pytest.approx(math.log(8))
+
+
+def test_kept_sets_of_five_tokens() -> None:
+    """Probabilities 0.4, 0.3, 0.15, 0.1, 0.05, and a tie."""
+    z = torch.tensor([0.1, 0.4, 0.05, 0.3, 0.15], dtype=torch.float64).log()
+    assert reference.keep(z).all()
+    assert reference.keep(z, top_k=2).tolist() == [False, True, False, True, False]
+    assert reference.keep(z, top_p=0.39).tolist() == [False, True, False, False, False]
+    assert reference.keep(z, top_p=0.41).tolist() == [False, True, False, True, False]
+    assert reference.keep(z, top_p=0.71).tolist() == [False, True, False, True, True]
+    assert reference.keep(z, top_k=2, top_p=0.56).tolist() == [False, True, False, False, False]  # 4/7 of the two
+    tied = torch.tensor([1.0, 2.0, 1.0, 0.0])
+    assert reference.keep(tied, top_k=2).tolist() == [True, True, True, False]
+    assert reference.keep(tied, top_p=0.62).tolist() == [True, True, True, False]
+
+
+def test_scores_of_a_kept_set() -> None:
+    weight = torch.tensor([0.4, 0.3, 0.15, 0.1, 0.05], dtype=torch.float64).log().unsqueeze(1)
+    hidden, labels = torch.ones(3, 1, dtype=torch.float64), torch.tensor([[0, -100], [1, 3], [-100, -100]])
+    out = reference.linear_log_probs(
+        hidden, LMHead(weight), labels, top_k=2, stats=("sum_sq_probs", "mean_logit", "is_argmax", "is_kept")
+    )
+    close(out.log_probs.exp(), torch.tensor([[4 / 7, 1], [3 / 7, 1 / 8], [1, 1]], dtype=torch.float64))
+    assert out.entropy is not None
+    entropy = -(4 / 7 * math.log(4 / 7) + 3 / 7 * math.log(3 / 7))
+    close(out.entropy, torch.tensor([entropy, entropy, 0.0], dtype=torch.float64))
+    assert out.stats is not None
+    close(out.stats["sum_sq_probs"], torch.tensor([25 / 49, 25 / 49, 0.0], dtype=torch.float64))
+    mean = float(weight.mean())
+    close(out.stats["mean_logit"], torch.tensor([mean, mean, 0.0], dtype=torch.float64))
+    assert out.stats["is_argmax"].tolist() == [[True, False], [False, False], [False, False]]
+    assert out.stats["is_kept"].tolist() == [[True, False], [True, False], [False, False]]
+
+
+def test_the_most_likely_tokens() -> None:
+    weight = torch.tensor([1.0, 2.0, 1.0, 0.0, 2.0]).unsqueeze(1)
+    ids, log_probs = reference.top_k_log_probs(torch.ones(1, 1), LMHead(weight), 3)
+    assert ids.tolist() == [[1, 4, 0]]
+    torch.testing.assert_close(log_probs, weight.squeeze(1).log_softmax(0)[ids])

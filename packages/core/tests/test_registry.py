@@ -193,6 +193,38 @@ def test_a_named_backend_that_cannot_serve_does_not_fall_back(install: Install) 
     assert explain_choice(REQUEST, "picky").refused["good"] == "'picky' was asked for"
 
 
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"kept_set": True}, "scores over a kept set (top_k, top_p)"),
+        ({"several_labels": True}, "several labels of a token"),
+        ({"stats": ("is_argmax",)}, "further statistics (stats)"),
+        ({"best": True}, "the most likely tokens (top_k_log_probs)"),
+    ],
+    ids=["kept-set", "several-labels", "stats", "best"],
+)
+def test_a_backend_that_does_not_name_a_feature_is_never_asked(asked: dict[str, Any], words: str) -> None:
+    """A plugin of before would not know the field, and serve what it cannot."""
+
+    class Older(ReferenceBackend):
+        name = "older"
+        priority = 100
+
+    class Newer(ReferenceBackend):
+        name = "newer"
+        features = frozenset({"kept_set", "several_labels", "stats", "top_k_log_probs"})
+
+    request = replace(REQUEST, **asked)
+    with installed(Older(), Newer(), alone=True):
+        choice = explain_choice(request)
+        assert choice.name == "newer"
+        assert words in choice.refused["older"]
+        with pytest.raises(UnsupportedError) as caught:
+            choose_backend(request, "older")
+        assert words in str(caught.value)
+        assert choose_backend(REQUEST, None).name == "older"
+
+
 def test_a_supports_that_raises_is_the_plugins_fault(install: Install) -> None:
     install(entry("good"), entry("bad", priority=9, reason=ZeroDivisionError("oh")))
     assert choose_backend(REQUEST, None).name == "good"

@@ -55,6 +55,11 @@ TYPES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "keep-bytes-float": ({"keep_bytes": 1e9}, ["keep_bytes: got float", "a number of bytes"]),
     "workspace-bool": ({"workspace_bytes": True}, ["workspace_bytes: got bool", "a number of bytes"]),
     "group-int": ({"tp_group": 2}, ["tp_group: got int", "ProcessGroup"]),
+    "top-k-float": ({"top_k": 5.0}, ["top_k: got float", "an int or None"]),
+    "top-k-bool": ({"top_k": True}, ["top_k: got bool"]),
+    "top-p-text": ({"top_p": "0.9"}, ["top_p: got str", "a number or None"]),
+    "top-p-bool": ({"top_p": True}, ["top_p: got bool"]),
+    "stats-name": ({"stats": "is_kept"}, ["stats: got str", "names in a tuple, such as ('is_kept',)"]),
 }
 VALUES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "labels-too-long": ({"labels": torch.arange(N + 1)}, ["labels: got shape (6,)", "expected (5,)", "shifted"]),
@@ -113,6 +118,14 @@ VALUES: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"temperature": torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0])},
         ["temperature: got 0.0 at flat position 2", "positive finite"],
     ),
+    "labels-of-none": ({"labels": torch.zeros(N, 0).long()}, ["labels: got shape (5, 0)", "(5, 'K') for K labels"]),
+    "labels-3d": ({"labels": torch.zeros(N, 2, 2).long()}, ["labels: got shape (5, 2, 2)", "expected (5,)"]),
+    "top-k-zero": ({"top_k": 0}, ["top_k: got 0", "at least 1, or None to keep every token"]),
+    "top-k-off": ({"top_k": -1}, ["top_k: got -1", "None to keep every token"]),
+    "top-p-zero": ({"top_p": 0.0}, ["top_p: got 0.0", "more than 0 and at most 1"]),
+    "top-p-percent": ({"top_p": 95}, ["top_p: got 95", "at most 1"]),
+    "top-p-nan": ({"top_p": float("nan")}, ["top_p: got nan", "more than 0"]),
+    "stats-unknown": ({"stats": ("median",)}, ["stats: got 'median'", "'sum_sq_probs'", "'is_kept'"]),
     "keep-bytes-negative": ({"keep_bytes": -1}, ["keep_bytes: got -1", "at least 0"]),
     "workspace-zero": ({"workspace_bytes": 0}, ["workspace_bytes: got 0", "at least 1"]),
 }
