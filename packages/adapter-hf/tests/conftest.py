@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -123,3 +124,11 @@ def check() -> Any:
         gradients_equal = staticmethod(assert_gradients_equal)
 
     return Check
+
+
+@pytest.fixture
+def group(tmp_path: Any) -> Iterator[None]:
+    """This process alone, as gloo's rank 0 of 1."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

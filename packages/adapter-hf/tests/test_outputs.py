@@ -2,12 +2,10 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -61,13 +59,6 @@ def test_outputs_flatten_and_copy(make: Any) -> None:
         assert type(twin) is type(out)
         assert list(twin) == list(out)
         assert torch.equal(twin.log_probs, out.log_probs)
-
-
-@pytest.fixture
-def group(tmp_path: Any) -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 class Policy(nn.Module):

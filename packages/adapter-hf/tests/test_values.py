@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 import logitless
@@ -66,3 +67,38 @@ def test_what_is_no_value_model_is_refused(tokens: Tensor) -> None:
         bind(critic(auto=AutoModelForSequenceClassification))
     with pytest.raises(InvalidInputError, match="loss_fn"):
         bind(critic())(input_ids=tokens, return_log_probs=True, loss_fn=lambda scores, index: scores.log_probs)
+
+
+class Critic(torch.nn.Module):
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **call: Any) -> Any:
+        out = self.model(**call)
+        out.values = out.values * 1  # what a module does to it is not lost
+        assert type(out.values * 1) is Tensor
+        assert out.values.requires_grad == torch.is_grad_enabled()
+        return out
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("wrap", [lambda model: model, Critic], ids=["bare", "within a module"])
+@pytest.mark.parametrize("options", [{"find_unused_parameters": True}, {"static_graph": True}, {}], ids=str)
+def test_ddp_passes_values_on(wrap: Any, options: dict[str, bool], tokens: Tensor, check: Any) -> None:
+    """DDP that looks for unused parameters calls `values()` of each dict in an output."""
+    model = critic()
+    expected = model(input_ids=tokens).logits.squeeze(-1)
+    grads = check.gradients(model, (expected,))
+    ddp = DistributedDataParallel(wrap(bind(model)), **options)
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            out = ddp(input_ids=tokens, return_log_probs=True)
+        assert type(out).__name__ == "CausalLMOutputForPPO"
+        assert type(out.values) is Tensor
+        assert torch.equal(out.values, expected)
+        assert out.values is out["values"]
+        if grad:
+            upstream = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+            out.values.backward(upstream)
+    check.gradients_equal({name: p.grad for name, p in model.named_parameters()}, grads, rtol=1e-12)

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields, make_dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import register_pytree_node
@@ -106,14 +107,28 @@ def scored_output(
     return _with_fields(_extra(family))(**kept, log_probs=log_probs, entropy=entropy, loss=loss, values=values)
 
 
+class _CalledValues(Tensor):
+    """Values that may also be called, as a dict's `values`; what is computed of them is a plain tensor."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    of: dict[str, Any]
+
+    def __call__(self) -> Any:
+        return self.of.values()
+
+
 def _values_for_ddp(output: Any) -> Any:
     values = output.__dict__["values"]
-    return functools.partial(OrderedDict.values, output) if values is None else values
+    if values is None:
+        return functools.partial(OrderedDict.values, output)
+    called = values.as_subclass(_CalledValues)
+    called.of = dict(output.items())
+    return called
 
 
 @functools.cache
 def _in_ddp(cls: type[CausalLMOutputForPPO]) -> type[CausalLMOutputForPPO]:
-    """Of outputs on their way through DDP: `values` is a dict's method, where there are no values."""
+    """Of outputs on their way through DDP: `values` is a dict's method too."""
     values = property(_values_for_ddp, lambda output, values: output.__dict__.update(values=values))
     return type(cls.__name__, (cls,), {"values": values, "_rebuilt_as": cls})
 
