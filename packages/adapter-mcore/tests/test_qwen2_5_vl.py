@@ -12,14 +12,19 @@ from torch import Tensor
 from vision_cases import expect_images, hf_images, joined, samples
 
 from logitless import PackedBatch
+from logitless.errors import InvalidInputError, UnsupportedError
 from logitless.testing.distributed import run_ranks
 from logitless_mcore import (
     Qwen2_5_VL,
     build_qwen2_5_vl,
+    fused_gptmodel_forward_no_padding,
     get_mcore_forward_fn,
     get_mcore_forward_fused_fn,
     get_mcore_forward_no_padding_fn,
+    hf_weights,
+    load_hf_weights,
     make_forward,
+    save_hf_weights,
 )
 from logitless_mcore.hf_source import _published
 
@@ -143,8 +148,6 @@ def reference_ways(data_format: str, model: Any) -> Any:
     nested_forward = get_mcore_forward_no_padding_fn(hf_config)
     arguments: Any = (model, nested, media, processor, {"label": nested})
     yield nested_forward(*arguments, pad_token_id=77, **rows), None
-    from logitless_mcore import fused_gptmodel_forward_no_padding
-
     yield (
         fused_gptmodel_forward_no_padding(
             model, nested, media, temperature=0.8, vision_model=True, pad_token_id=77, **rows
@@ -227,3 +230,188 @@ def test_context_parallel_ranks_cut_after_the_images_are_in_place(size: int, cp:
     for of_rank in run_ranks(size, in_context, hf, expected, cp):
         for found in of_rank:
             assert max(found) <= TOLERANCE, of_rank
+
+
+# --- batches without images, stages, weights ----------------------------------------------------------------------
+
+
+def without_images(rank: int, size: int, hf: Any) -> None:
+    with parallel():
+        model = build(hf)
+        texts = [torch.arange(1, 9), torch.arange(20, 23)]
+        batch = PackedBatch.from_sequences(texts)
+        for layout in ("thd", "bshd"):
+            model.zero_grad()
+            out = make_forward(model, layout)(batch)
+            for ids, scores in zip(texts, batch.unpack(out.log_probs), strict=True):
+                log_p = hf(input_ids=ids[None]).logits[0].log_softmax(-1)
+                expected = log_p[:-1].gather(-1, ids[1:, None])[:, 0]
+                torch.testing.assert_close(scores[:-1], expected, rtol=0, atol=TOLERANCE)
+            out.log_probs.sum().backward()
+            for parameter in model.vision_model.parameters():  # type: ignore[union-attr]  # Megatron's DDP waits for it
+                assert torch.equal(parameter.grad, torch.zeros_like(parameter))
+        model.vision_model.requires_grad_(False)  # type: ignore[union-attr]
+        make_forward(model)(batch).log_probs.sum().backward()
+
+
+def test_a_batch_without_images_gives_the_tower_zeros() -> None:
+    run_ranks(1, without_images, hf_images())
+
+
+def refusals(rank: int, size: int, hf: Any) -> None:
+    with parallel():
+        model = build(hf)
+        forward, batch, media = make_forward(model), batch_of("thd"), joined(samples())
+        with pytest.raises(InvalidInputError, match=r"got frames, mask, which Qwen2_5_VL does not take"):
+            forward(batch, multi_modal_inputs={**media, "mask": 1, "frames": 2})
+        with pytest.raises(InvalidInputError, match="got input_ids"):
+            forward(batch, multi_modal_inputs={"input_ids": batch.input_ids})
+        with pytest.raises(InvalidInputError, match="hold 16 tokens of images, expected 0"):
+            forward(batch)
+        with pytest.raises(InvalidInputError, match="expected both or neither"):
+            forward(batch, multi_modal_inputs={**media, "pixel_values": None})
+        text = PackedBatch.from_sequences([samples()[1].ids])
+        with pytest.raises(InvalidInputError, match="hold 0 tokens of images, expected 16"):
+            forward(text, multi_modal_inputs={name: media[name] for name in ("pixel_values", "image_grid_thw")})
+        ids = samples()[1].ids
+        with pytest.raises(UnsupportedError, match="count up by one"):
+            forward(PackedBatch.from_sequences([ids], position_ids=[2 * torch.arange(len(ids))]))
+        rows, mask = ids[None], torch.ones_like(ids)[None]
+        mask[0, 0] = 0
+        with pytest.raises(InvalidInputError, match="padding at the end"):
+            model(rows, attention_mask=mask)
+        with pytest.raises(InvalidInputError, match="expected that of input_ids"):
+            model(rows, attention_mask=mask[:, 1:])
+        with pytest.raises(InvalidInputError, match=r"expected \[B, S\]"):
+            model(ids)
+        model.config.apply_rope_fusion = True  # which Megatron itself refuses without Transformer Engine
+        with pytest.raises(UnsupportedError, match="three axes"):
+            Qwen2_5_VL(model.config, hf.config)
+        with pytest.raises(InvalidInputError, match="expected a sum of 8"):
+            build(hf, mrope_section=[2, 3, 4])
+        with pytest.raises(InvalidInputError, match=r"mrope_section: \[4, 2, 2\], expected \[2, 3, 3\]"):
+            build(hf, mrope_section=[4, 2, 2])
+
+
+def test_what_is_refused() -> None:
+    run_ranks(1, refusals, hf_images())
+
+
+def round_trip(rank: int, size: int, hf: Any, folder: str) -> None:
+    with parallel(tp=size):
+        model = build(folder)
+        found = dict(hf_weights(model))
+        assert found.keys() == {_published(name) for name in hf.state_dict()}
+        for name, tensor in hf.state_dict().items():
+            assert torch.equal(found[_published(name)], tensor), name
+        save_hf_weights(model, f"{folder}-again", config=hf.config)
+        again = build(f"{folder}-again")
+        for (name, mine), other in zip(model.named_parameters(), again.parameters(), strict=True):
+            assert torch.equal(mine, other), name
+        with pytest.raises(InvalidInputError, match=r"lacks visual\.blocks\.0"):
+            load_hf_weights(model, {name: x for name, x in found.items() if "visual" not in name})
+        with pytest.raises(InvalidInputError, match=r"holds visual\.extra"):
+            load_hf_weights(model, {**found, "visual.extra": torch.ones(1)})
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_weights_come_and_go_as_checkpoints_have_them(tp: int, tmp_path: Any) -> None:
+    hf = hf_images()
+    hf.save_pretrained(tmp_path / "hf")
+    run_ranks(tp, round_trip, hf, str(tmp_path / "hf"))
+    kind: Any = type(hf)
+    theirs = kind.from_pretrained(tmp_path / "hf-again")
+    for name, tensor in hf.state_dict().items():
+        assert torch.equal(theirs.state_dict()[name], tensor), name
+
+
+def staged(rank: int, size: int, hf: Any) -> Tensor | None:
+    with parallel(pp=2):
+        model = build(hf)
+        assert (model.vision_model is None) == (rank == 1)
+        batch = batch_of("thd")
+        if rank == 1:
+            hidden = torch.empty(sum(batch.padded_lengths), 1, hf.config.get_text_config().hidden_size)
+            dist.recv(hidden, 0)
+            model.set_input_tensor(hidden)
+        with torch.no_grad():
+            out = make_forward(model)(batch, temperature=0.8, multi_modal_inputs=joined(samples()))
+        if rank == 0:
+            dist.send(out, 1)
+            return None
+        return torch.cat([x[:-1] for x in batch.unpack(out.log_probs)])
+
+
+def test_stages_of_a_pipeline_have_the_tower_on_the_first() -> None:
+    hf = hf_images()
+    expected = torch.cat(expect_images(hf, samples(), 0.8).log_probs)
+    torch.testing.assert_close(run_ranks(2, staged, hf)[1], expected, rtol=0, atol=TOLERANCE)
+
+
+def in_half(rank: int, size: int, hf: Any) -> None:
+    with parallel():
+        model = build_qwen2_5_vl(hf, **ON_CPU)
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+        model.bfloat16()  # as Float16Module does
+        buffers = dict(model.vision_model.named_buffers())  # type: ignore[union-attr]
+        assert buffers
+        for name, wanted in hf.model.visual.named_buffers():
+            assert torch.equal(buffers[name], wanted), name
+        rotary = model.language_model.rotary_pos_emb
+        assert torch.equal(rotary.inv_freq, hf.model.language_model.rotary_emb.inv_freq)
+
+
+def test_frequencies_stay_in_float32() -> None:
+    run_ranks(1, in_half, hf_images())
+
+
+# --- another library's wrapper ------------------------------------------------------------------------------------
+
+
+class Theirs(torch.nn.Module):
+    """A wrapper that hands no `output_processor` on, and takes images its own way."""
+
+    def __init__(self, inner: Qwen2_5_VL) -> None:
+        super().__init__()
+        self.language_model, self.held, self.config = inner.language_model, [inner], inner.config
+        self.pre_process = self.post_process = True
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None,
+        attention_mask: Tensor,
+        packed_seq_params: Any = None,
+        pixel_values: Tensor | None = None,
+        image_grid_thw: Tensor | None = None,
+        pixel_values_videos: Tensor | None = None,
+        video_grid_thw: Tensor | None = None,
+    ) -> Tensor:
+        assert position_ids is None
+        assert input_ids.shape == attention_mask.shape == (5, max(len(sample.ids) for sample in samples()))
+        media = (pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw)
+        out: Tensor = self.held[0](input_ids, None, attention_mask, None, None, packed_seq_params, *media)
+        return out
+
+
+def wrapped(rank: int, size: int, hf: Any) -> None:
+    with parallel():
+        inner = build(hf)
+        theirs, media = Theirs(inner), joined(samples())
+        seconds = media.pop("second_per_grid_ts")
+        batch = batch_of("thd")
+        for layout in ("thd", "bshd"):
+            ours = make_forward(inner, layout)(batch, multi_modal_inputs=media)
+            out = make_forward(theirs, layout)(batch, multi_modal_inputs=media)
+            assert torch.equal(out.log_probs, ours.log_probs)
+        with pytest.raises(InvalidInputError, match="second_per_grid_ts, which Theirs does not take"):
+            make_forward(theirs)(batch, multi_modal_inputs={**media, "second_per_grid_ts": seconds})
+        ids = torch.nested.nested_tensor([sample.ids for sample in samples()], layout=torch.jagged)
+        told = {**media, "second_per_grid_ts": seconds}  # not of the reference's four: such a model goes without
+        nested = fused_gptmodel_forward_no_padding(theirs, ids, told, vision_model=True, pad_token_id=0)
+        ours = make_forward(inner)(batch, multi_modal_inputs=media)
+        assert torch.equal(nested["log_probs"].values(), torch.cat(batch.unpack(ours.log_probs)))
+
+
+def test_wrappers_of_other_libraries() -> None:
+    run_ranks(1, wrapped, hf_images())

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
 from torch import Tensor, nn
 
 from logitless.errors import UnsupportedError
@@ -117,7 +118,13 @@ def _probe(inner: Any) -> dict[str, Any]:
     tokens = (5 + 7919 * positions) % rows
     axes = getattr(inner, "position_embedding_type", None) == "mrope"  # [3, 1, S]
     position_ids = positions.expand(3, 1, -1) if axes else positions[None]
-    return {"input_ids": tokens[None], "position_ids": position_ids, "attention_mask": None}
+    inputs = {"input_ids": tokens[None], "position_ids": position_ids, "attention_mask": None}
+    embedding = getattr(inner, "embedding", None)
+    if inner.config.sequence_parallel and not getattr(embedding, "scatter_to_sequence_parallel", True):
+        # Its wrapper's task, once images are in place. By itself, Megatron-Core does it since 0.18.
+        whole = inner.embedding(input_ids=tokens[None], position_ids=positions[None])
+        inputs["decoder_input"] = scatter_to_sequence_parallel_region(whole, group=inner.pg_collection.tp)
+    return inputs
 
 
 # --- what it does to its logits --------------------------------------------------------------------------------------

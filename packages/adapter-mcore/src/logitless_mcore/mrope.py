@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from logitless.errors import InvalidInputError
+from logitless.errors import InvalidInputError, UnsupportedError
 
 __all__ = ["MultimodalRotary", "axes_positions", "use_mrope"]
 
@@ -42,7 +42,7 @@ class MultimodalRotary(nn.Module):
     def forward(self, position_ids: Tensor, mrope_section: Sequence[int], cp_group: Any = None) -> Tensor:
         """[T, B, 1, 2F] of positions [3, B, T]; `mrope_section` says how many frequencies each axis has in turn."""
         angles_3BTF = position_ids.float()[..., None] * self.inv_freq
-        sections = angles_3BTF.split(list(mrope_section), -1)
+        sections = torch.split(angles_3BTF, list(mrope_section), -1)
         angles_BTF = torch.cat([section[i % 3] for i, section in enumerate(sections)], -1)
         return torch.cat((angles_BTF, angles_BTF), -1).transpose(0, 1)[:, :, None].contiguous()
 
@@ -57,7 +57,10 @@ def use_mrope(gpt: Any, base: float, section: Sequence[int]) -> None:
 
     Raises:
         InvalidInputError: the sum is another.
+        UnsupportedError: the rotary kernel is fused; for packed tokens it counts positions by itself, on one axis.
     """
+    if gpt.config.apply_rope_fusion:
+        raise UnsupportedError("apply_rope_fusion: got True, but its kernel has no positions of three axes")
     size = gpt.config.kv_channels
     if 2 * sum(section) != size:
         raise InvalidInputError(f"mrope_section: got {list(section)}, expected a sum of {size // 2}, half of a head")

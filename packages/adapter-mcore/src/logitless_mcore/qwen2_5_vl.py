@@ -78,7 +78,7 @@ def qwen2_5_vl_config(hf_config: Any, **settings: Any) -> TransformerConfig:
         "add_qkv_bias": True,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
-        "apply_rope_fusion": False,  # the fused kernel counts packed positions by itself, on one axis
+        "apply_rope_fusion": False,
         "mrope_section": list(_rope(text)["mrope_section"]),
         "variable_seq_lengths": True,
         "moe_token_dispatcher_type": "alltoall",  # which Megatron wants of any model with variable lengths
@@ -86,10 +86,7 @@ def qwen2_5_vl_config(hf_config: Any, **settings: Any) -> TransformerConfig:
         "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
         "context_parallel_size": parallel_state.get_context_parallel_world_size(),
     }
-    config = TransformerConfig(**{**derived, **settings})
-    if config.apply_rope_fusion:
-        raise UnsupportedError("apply_rope_fusion: got True, but its kernel has no positions of three axes")
-    return config
+    return TransformerConfig(**{**derived, **settings})
 
 
 # --- the model ----------------------------------------------------------------------------------------------------
