@@ -249,6 +249,7 @@ def main() -> None:
     parser.add_argument("--shape", default="s1" if torch.cuda.is_available() else "small", choices=SHAPES)
     parser.add_argument("--ref-hidden", type=int, help="the reference's hidden size; the student's, if not given")
     parser.add_argument("--tokens", type=int, help="another number of tokens than the shape's")
+    parser.add_argument("--vocab", type=int, help="another vocabulary than the shape's")
     parser.add_argument("--directions", default=",".join(DIRECTIONS))
     parser.add_argument("--backend", default="triton" if torch.cuda.is_available() else "torch")
     parser.add_argument("--dtype", default="bfloat16" if torch.cuda.is_available() else "float32")
@@ -258,7 +259,7 @@ def main() -> None:
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     named = SHAPES[args.shape]
-    shape = Shape(named.name, args.tokens or named.tokens, named.hidden, named.vocab)
+    shape = Shape(named.name, args.tokens or named.tokens, named.hidden, args.vocab or named.vocab)
     ref_hidden = args.ref_hidden or shape.hidden
     case = Case.make(shape, ref_hidden, getattr(torch, args.dtype), device)
     about = machine(device)

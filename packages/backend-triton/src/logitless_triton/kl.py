@@ -223,12 +223,8 @@ def _kl_kernel(
                 dz = p - q
             else:
                 relative = tl.load(stats + 4 * stride_stats + rows, mask=inside, other=0.0)
-                if KIND == _REVERSE:
-                    slope = tl.where(p == 0.0, 0.0, p * (log_p - log_q))
-                else:
-                    slope = _surprise(p, log_q - log_p, beta)
-                dz = slope * _LN2 - p * relative[:, None]
-                dz = tl.where(p == 0.0, 0.0, dz)
+                slope = p * (log_p - log_q) if KIND == _REVERSE else _surprise(p, log_q - log_p, beta)
+                dz = tl.where(p == 0.0, 0.0, slope * _LN2 - p * relative[:, None])  # log_p or log_q may be −inf
             dz *= up[:, None]
             if SOFTCAP:
                 dz *= 1.0 - x * x
