@@ -40,6 +40,9 @@ def test_inspect(make_model: Any, tmp_path: Path) -> None:
         "softcap": 5.0,
         "adapters": (),
         "reason": None,
+        "values": False,
+        "own_forward": False,
+        "offset": None,
         "understood": True,
     }
 
