@@ -25,6 +25,7 @@ with warnings.catch_warnings():
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.models.gpt import GPTModel
     from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 pytest.importorskip("transformers")
@@ -120,6 +121,9 @@ def cuda_as_cpu() -> Iterator[None]:
         # A mode is off within backward, where Megatron calls this too.
         patch.setattr(torch.Tensor, "cuda", lambda self, *args, **kwargs: self)
         patch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        # 0.16's router looks for it, and fails without Transformer Engine.
+        if not hasattr(moe_utils, "te_general_gemm"):
+            patch.setattr(moe_utils, "te_general_gemm", None, raising=False)
         yield
 
 
@@ -184,6 +188,21 @@ def hf_model(family: str = "qwen2", tied: bool = False, seed: int = 0, **changes
     return model
 
 
+def _of_family(hf: Any) -> dict[str, Any]:
+    if hf.model_type != "qwen3_moe":
+        return FAMILIES[hf.model_type]
+    return {
+        "qk_layernorm": True,
+        "num_moe_experts": hf.num_experts,
+        "moe_router_topk": hf.num_experts_per_tok,
+        "moe_ffn_hidden_size": hf.moe_intermediate_size,
+        "moe_router_pre_softmax": not hf.norm_topk_prob,
+        "moe_router_load_balancing_type": "none",
+        "moe_grouped_gemm": False,
+        "moe_permute_fusion": False,
+    }
+
+
 def gpt_config(hf: Any, **changes: Any) -> TransformerConfig:
     """Megatron's configuration for such a model, with the sizes of the parallel state."""
     settings = {
@@ -215,7 +234,7 @@ def gpt_config(hf: Any, **changes: Any) -> TransformerConfig:
         "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
         "context_parallel_size": parallel_state.get_context_parallel_world_size(),
         "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
-        **FAMILIES[hf.model_type],
+        **_of_family(hf),
     }
     return TransformerConfig(**{**settings, **changes})
 

@@ -14,10 +14,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from logitless.errors import InvalidInputError, UnsupportedError
+from logitless_mcore.experts import compared, layers_with_experts
 
 __all__ = ["FAMILIES", "check_settings"]
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen2_5_vl")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "qwen2_5_vl")
 
 # Hugging Face's name, Megatron's.
 SAME = {
@@ -68,8 +69,11 @@ def check_settings(model: Any, told: dict[str, Any], where: str) -> None:
 def _compared(model: Any, told: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     """Megatron's name, what the model has, and what it must be."""
     config = model.config
+    experts = layers_with_experts(told) if told["model_type"] == "qwen3_moe" else []
+    if experts:
+        yield from compared(config, told)
     for name, own in SAME.items():
-        if told.get(name) is not None:
+        if told.get(name) is not None and not (name == "intermediate_size" and experts and all(experts)):
             yield own, getattr(config, own), told[name]
     head_size = told.get("head_dim") or told["hidden_size"] // told["num_attention_heads"]
     yield "kv_channels", config.kv_channels, head_size

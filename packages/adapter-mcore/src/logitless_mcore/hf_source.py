@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from logitless.errors import InputTypeError, InvalidInputError, NotFoundError
+from logitless_mcore.experts import one_by_one
 
 __all__ = ["HFSource", "open_source"]
 
@@ -73,9 +74,9 @@ def open_source(source: Any) -> HFSource:
     if isinstance(source, nn.Module):
         config: Any = getattr(source, "config", None)
         told = config.to_dict() if hasattr(config, "to_dict") else None
-        return HFSource(f"the {type(source).__qualname__}", source.state_dict(), told)
+        return HFSource(f"the {type(source).__qualname__}", one_by_one(source.state_dict()), told)
     if isinstance(source, Mapping):
-        return HFSource("the state dict", source, None)
+        return HFSource("the state dict", one_by_one(source), None)
     raise InputTypeError(
         f"source: got a {type(source).__qualname__}, expected a path, a Hugging Face model or a dict of tensors"
     )

@@ -4,7 +4,8 @@ One table says which tensors make a parameter and how they are laid out; both di
 those of Megatron's local layer spec, of `layer_spec`, and of Transformer Engine's, which keeps a norm's weight in the
 linear layer behind it.
 
-Families: Llama, Mistral, Qwen2, Qwen3 and `Qwen2_5_VL`, tied or not, over any tensor- and pipeline-parallel ranks.
+Families: Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE and `Qwen2_5_VL`, tied or not, over any tensor-, pipeline- and
+expert-parallel ranks.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 
 from logitless.errors import InvalidInputError, UnsupportedError
 from logitless_mcore.capture import language_model, unwrapped
+from logitless_mcore.experts import expert_names, kind_of, others_expert
 from logitless_mcore.hf_settings import check_settings
 from logitless_mcore.hf_source import INDEX, HFSource, open_source
 from logitless_mcore.layouts import Copy, Gated, Layout, QueryKeyValue, Split, Vocabulary
@@ -58,6 +60,7 @@ LAYER = {
     "mlp.linear_fc1.bias": Rule(("mlp.gate_proj.bias", "mlp.up_proj.bias"), GATED),
     "mlp.linear_fc2.weight": Rule(("mlp.down_proj.weight",), Split(1)),
     "mlp.linear_fc2.bias": Rule(("mlp.down_proj.bias",), Copy()),
+    "mlp.router.weight": Rule(("mlp.gate.weight",), Copy()),
 }
 MODEL = {
     "embedding.word_embeddings.weight": Rule((EMBEDDING,), Vocabulary()),
@@ -77,6 +80,7 @@ class Target:
     parameter: Tensor
     names: tuple[str, ...]
     layout: Layout
+    of_expert: bool = False
 
 
 def _gpt(chunk: Any) -> Any:
@@ -120,20 +124,29 @@ def _targets(gpt: Any) -> list[Target]:
         if match is None:
             rule, prefix = MODEL.get(name), ""
         else:  # a stage counts its own layers from 0, `layer_number` the model's from 1
-            rule, prefix = LAYER.get(match[2]), f"model.layers.{gpt.decoder.layers[int(match[1])].layer_number - 1}."
+            rule, prefix = _rule(match[2], gpt), f"model.layers.{gpt.decoder.layers[int(match[1])].layer_number - 1}."
         if rule is None:
             unknown.append(name)
             continue
         names = tuple(prefix + x for x in rule.names)
         if names == (HEAD,) and gpt.share_embeddings_and_output_weights:
             names = (EMBEDDING,)
-        found.append(Target(name, parameter, names, rule.layout))
+        of_expert = match is not None and expert_names(match[2], gpt) is not None
+        found.append(Target(name, parameter, names, rule.layout, of_expert))
     if unknown:
         raise UnsupportedError(
-            f"model: nothing is known of {_listed(unknown)}; expected the parameters of a dense GPTModel without "
-            "adapters (load the weights before they are added)"
+            f"model: nothing is known of {_listed(unknown)}; expected the parameters of a GPTModel, dense or of "
+            "experts, without adapters (load the weights before they are added)"
         )
     return found
+
+
+def _rule(name: str, gpt: Any) -> Rule | None:
+    """Of a parameter, by its name behind its layer's."""
+    names = expert_names(name, gpt)
+    if names is None:
+        return LAYER.get(name)
+    return Rule(names, GATED if len(names) == 2 else Split(1))
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -191,7 +204,10 @@ def _check_names(targets: Sequence[Target], source: HFSource, gpt: Any, tower: s
     matches = [THEIRS.fullmatch(name) for name in wanted]
     own_layers = {int(match[1]) for match in matches if match}
     # What a layer of another stage may hold is what one of ours does; a stage without layers cannot tell.
-    kinds = {match[2] for match in matches if match} or {name for rule in LAYER.values() for name in rule.names}
+    kinds = {kind_of(match[2]) for match in matches if match}
+    if not kinds or gpt.config.num_moe_experts:  # and layers with experts differ from those without
+        kinds |= {name for rule in LAYER.values() for name in rule.names}
+        kinds |= {f"mlp.experts.N.{x}_proj.weight" for x in ("gate", "up", "down")}
     elsewhere = {name for rule in MODEL.values() for name in rule.names}
     unexpected = []
     tower_elsewhere = tower is not None and not any(name.startswith(tower) for name in wanted)
@@ -201,8 +217,12 @@ def _check_names(targets: Sequence[Target], source: HFSource, gpt: Any, tower: s
         match = THEIRS.fullmatch(name)
         if name in wanted or name in elsewhere or DERIVED.fullmatch(name):
             continue
-        if match and match[2] in kinds and int(match[1]) < gpt.config.num_layers and int(match[1]) not in own_layers:
-            continue
+        if match and int(match[1]) < gpt.config.num_layers:
+            if int(match[1]) in own_layers:
+                if others_expert(match[2], gpt):
+                    continue
+            elif kind_of(match[2]) in kinds:
+                continue
         unexpected.append(name)
     if unexpected:
         raise InvalidInputError(
@@ -220,7 +240,7 @@ def _check_names(targets: Sequence[Target], source: HFSource, gpt: Any, tower: s
 
 def _fill(gpt: Any, target: Target, source: HFSource) -> None:
     parts = [source.read(name) for name in target.names]
-    group = _tp_group(gpt)
+    group = _tp_group(gpt, target)
     said = f"{' + '.join(target.names)} {' + '.join(str(tuple(part.shape)) for part in parts)}"
     try:
         shard = target.layout.shard(parts, gpt, group.rank(), group.size())
@@ -238,8 +258,8 @@ def _fill(gpt: Any, target: Target, source: HFSource) -> None:
         set_vocab_size(gpt, parts[0].shape[0])
 
 
-def _tp_group(gpt: Any) -> Any:
-    return gpt.pg_collection.tp
+def _tp_group(gpt: Any, target: Target) -> Any:
+    return gpt.pg_collection.expt_tp if target.of_expert else gpt.pg_collection.tp
 
 
 # --- out ----------------------------------------------------------------------------------------------------------
@@ -249,8 +269,8 @@ def _tp_group(gpt: Any) -> Any:
 def hf_weights(model: Any, *, vocab_size: int | None = None) -> Iterator[tuple[str, Tensor]]:
     """This pipeline stage's tensors under their Hugging Face names, whole, one parameter at a time.
 
-    A collective over the tensor-parallel group: all its ranks must run through it, and each gets every tensor, in the
-    parameter's dtype and on its device; a tensor may share memory with a parameter.
+    A collective over the tensor- and expert-parallel groups: all their ranks must run through it, and each gets every
+    tensor, in the parameter's dtype and on its device; a tensor may share memory with a parameter.
 
     Args:
         model: as for `load_hf_weights`.
@@ -270,11 +290,28 @@ def hf_weights(model: Any, *, vocab_size: int | None = None) -> Iterator[tuple[s
             parts = target.layout.merge(shards, gpt)
             if isinstance(target.layout, Vocabulary):
                 parts = [part[:rows] for part in parts]
-            yield from zip(target.names, parts, strict=True)
+            yield from _of_every_expert(target, parts, gpt)
+
+
+def _of_every_expert(target: Target, parts: list[Tensor], gpt: Any) -> Iterator[tuple[str, Tensor]]:
+    """The tensors, and those that make the same parameter on other expert-parallel ranks."""
+    group = gpt.pg_collection.ep
+    if not target.of_expert or group.size() == 1:
+        yield from zip(target.names, parts, strict=True)
+        return
+    match, layer = OURS.fullmatch(target.name), THEIRS.fullmatch(target.names[0])
+    assert match is not None  # every expert is of a layer
+    assert layer is not None
+    everywhere = [[torch.empty_like(part) for _ in range(group.size())] for part in parts]
+    for own, part in zip(everywhere, parts, strict=True):
+        dist.all_gather(own, part.contiguous(), group=group)
+    for rank, of_rank in enumerate(zip(*everywhere, strict=True)):
+        for name, part in zip(expert_names(match[2], gpt, rank) or (), of_rank, strict=True):
+            yield f"model.layers.{layer[1]}.{name}", part
 
 
 def _gathered(target: Target, gpt: Any) -> list[Tensor]:
-    group = _tp_group(gpt)
+    group = _tp_group(gpt, target)
     own = target.parameter.detach()
     if group.size() == 1 or isinstance(target.layout, Copy):
         return [own]
