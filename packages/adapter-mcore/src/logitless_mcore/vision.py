@@ -64,8 +64,7 @@ def vision_rows(
     """
     rows, mask = padded_rows(input_ids, pad_token_id) if attention_mask is None else (input_ids, attention_mask)
     if arrangement.layout == "bshd":
-        ones = torch.ones_like(input_ids) if attention_mask is None else (attention_mask != 0).long()
-        rows, mask = arrangement.pack(input_ids), arrangement.pack(ones) != 0
+        rows, mask = arrangement.pack(input_ids), arrangement.pack(torch.ones_like(input_ids)) != 0
     return {"input_ids": rows, "attention_mask": mask, "position_ids": None}
 
 
