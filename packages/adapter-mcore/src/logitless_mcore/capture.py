@@ -85,6 +85,7 @@ def run_scored(
     from logitless_mcore.prediction import without_prediction
 
     inner = language_model(model)
+    cls: Any = type(inner)
     found: list[Any] = []
 
     def fused(hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None) -> Any:
@@ -104,7 +105,7 @@ def run_scored(
     with ExitStack() as stack:
         stack.enter_context(without_prediction(inner) if ahead is None else ahead.scored())
         stack.enter_context(forward_as(inner.output_layer, fused))
-        if _takes_processor(type(inner)):
+        if _takes_processor(cls):
             stack.callback(inner.register_forward_pre_hook(asks, with_kwargs=True).remove)
         (call or model)(**inputs)
     if not found:

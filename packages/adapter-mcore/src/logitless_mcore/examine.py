@@ -246,7 +246,11 @@ def _check_ahead(inner: Any, inputs: dict[str, Any], transform: Transform, backe
         inner(**inputs)
     ahead = Ahead(inner, transform, None, backend)
     asked = Asked(ids.t(), entropy=False, backend=backend)
-    run_scored(inner, inputs, lambda *head: score(*head, transform, None, asked), ahead=ahead)
+
+    def scored(hidden: Tensor, layer: Any, weight: Tensor | None) -> Scored:
+        return score(hidden, layer, weight, transform, None, asked)
+
+    run_scored(inner, inputs, scored, ahead=ahead)
     worst = max(float((a - b).abs().max()) for a, b in zip(expected, ahead.losses, strict=False))
     tolerance = 1e-3 + 2 * _rounding(inner, expected[0]) * largest
     if not worst <= tolerance:

@@ -77,7 +77,7 @@ class _Rows(Tensor):
         if func in (torch.max, Tensor.max):
             ids = args[0].best()
             return torch.zeros(ids.shape, device=ids.device), ids
-        result = super().__torch_function__(func, types, args, kwargs or {})
+        result = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         if isinstance(result, _Rows):  # scaled
             result.best = next(x.best for x in args if isinstance(x, _Rows))
         return result

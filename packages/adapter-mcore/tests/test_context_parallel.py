@@ -1,0 +1,141 @@
+"""Over context-parallel ranks any batch comes through the forwards as on one: nothing lost, moved or scored twice."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from megatron_cpu import build_gpt, hf_config, parallel
+from torch import Tensor, nn
+
+from logitless import PackedBatch
+from logitless.errors import UnsupportedError
+from logitless.testing.distributed import run_ranks
+from logitless_mcore import (
+    fused_forward_model_gen,
+    gptmodel_forward_no_padding,
+    make_forward,
+    model_forward_gen,
+)
+
+# One process draws the batches of all ranks: their collectives must agree.
+MASKS = st.lists(st.lists(st.booleans(), min_size=9, max_size=9), min_size=1, max_size=4)
+
+
+class Doubles(nn.Module):
+    """Returns twice the id of each token and its place in its sequence, by way of a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(sequence_parallel=False, fp8=None)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, **_: Any) -> Tensor:
+        return self.scale * torch.stack([input_ids, position_ids], -1).float()
+
+
+def drawn(count: int) -> list[tuple[Tensor, Tensor]]:
+    """Ids and masks [B, 9], any padding, empty rows and ones shorter than 2 · cp among them."""
+    found: list[tuple[Tensor, Tensor]] = []
+
+    @settings(max_examples=count, deadline=None, database=None, derandomize=True)
+    @given(MASKS)
+    def collect(rows: list[list[bool]]) -> None:
+        mask = torch.tensor(rows, dtype=torch.int64)
+        found.append((torch.arange(1, mask.numel() + 1).view_as(mask), mask))
+
+    collect()
+    return found
+
+
+def through_the_forwards(rank: int, size: int, batches: list[tuple[Tensor, Tensor]], tp: int) -> None:
+    with parallel(tp=tp, cp=size // tp):
+        model = Doubles()
+        for ids, mask in batches:
+            model.scale.grad = None
+            out = model_forward_gen()(model, ids, mask, None, {})
+            place = mask.cumsum(1) - 1
+            assert torch.equal(out, torch.stack([2.0 * ids, 2.0 * place], -1) * mask[..., None])
+            weights = torch.arange(1.0, ids.numel() + 1).view_as(mask)
+            (out[..., 0] * weights).sum().backward()
+            total = model.scale.grad.clone()
+            dist.all_reduce(total)
+            assert float(total) == tp * float((weights * ids * mask).sum())  # each token once, over the ranks of cp
+
+            labels: list[Tensor] = []
+
+            def processor(output: Tensor, label: Tensor, seen: list[Tensor] = labels) -> dict[str, Tensor]:
+                seen.append(label)
+                return {"label": label, "output": output[..., 0]}
+
+            rows = [row[own.bool()] for row, own in zip(ids, mask, strict=True)]
+            nested = torch.nested.nested_tensor(rows, layout=torch.jagged)
+            both = gptmodel_forward_no_padding(model, nested, {}, processor, {"label": nested})
+            for own, label, output in zip(rows, both["label"].unbind(), both["output"].unbind(), strict=True):
+                assert label.tolist() == [*own[1:].tolist(), 0][: len(own)]
+                assert torch.equal(output, 2.0 * own)
+
+
+@pytest.mark.parametrize(("ranks", "tp"), [(2, 1), (3, 1), (4, 2)], ids=["cp2", "cp3", "tp2-cp2"])
+def test_any_batch_comes_back(ranks: int, tp: int) -> None:
+    batches = drawn(40)
+    assert any(0 < int(mask.sum(1).min()) < 4 for _, mask in batches)
+    assert any(int(mask.sum(1).min()) == 0 for _, mask in batches)
+    run_ranks(ranks, through_the_forwards, batches, tp)
+
+
+def scores(rank: int, size: int, batches: list[tuple[Tensor, Tensor]]) -> list[dict[str, Tensor]]:
+    """Of one model on one rank or two, with every gradient of random upstream ones."""
+    found = []
+    with parallel(cp=size):
+        torch.manual_seed(0)
+        gpt = build_gpt(hf_config("qwen2"))
+        for ids, mask in batches:
+            gpt.zero_grad()
+            labels = (7 * ids + 3) % 128
+            out = fused_forward_model_gen()(gpt, ids, None, mask, labels, mask, 0.8, {})
+            g, e = torch.randn(2, *ids.shape, generator=torch.Generator().manual_seed(1))
+            (g * out["log_probs"] + e * out["entropy"]).sum().backward()
+            for parameter in gpt.parameters():
+                dist.all_reduce(parameter.grad)
+            grads = {name: p.grad.clone() for name, p in gpt.named_parameters()}
+            found.append({**{name: x.detach() for name, x in out.items()}, **grads})
+    return found
+
+
+def test_scores_and_gradients_of_any_batch_equal_those_of_one_rank() -> None:
+    batches = drawn(12)
+    (alone,) = run_ranks(1, scores, batches)
+    for of_rank in run_ranks(2, scores, batches):
+        for (_, mask), found, expected in zip(batches, of_rank, alone, strict=True):
+            for name, want in expected.items():
+                torch.testing.assert_close(
+                    found[name],
+                    want,
+                    rtol=1e-5,
+                    atol=1e-5,
+                    msg=lambda text, name=name, mask=mask: f"{name} {mask} {text}",
+                )
+
+
+def refused(rank: int, size: int) -> None:
+    with parallel(cp=size):
+        gpt, ids = build_gpt(hf_config("qwen2")), torch.arange(8)[None]
+        ones = torch.ones_like(ids)
+        match = "context parallelism of 2 takes packed sequences; got the layout 'bshd'"
+        with pytest.raises(UnsupportedError, match=match):
+            model_forward_gen()(gpt, ids, ones, None, {}, data_format="bshd")
+        with pytest.raises(UnsupportedError, match=match):
+            fused_forward_model_gen()(gpt, ids, None, ones, ids, ones, 1.0, {}, data_format="bshd")
+        shard = PackedBatch.from_padded(ids, ones, align=4).shard(rank, size)
+        with pytest.raises(UnsupportedError, match="'bshd' with context parallelism"):
+            make_forward(gpt, "bshd")(shard)
+
+
+def test_rows_are_refused_by_name() -> None:
+    run_ranks(2, refused)
