@@ -1,11 +1,11 @@
-"""What binding adds to a forward besides the head: the bound model's scoring call against its trunk and the op.
+"""What binding adds to a forward besides the head: the bound model's scoring call less its trunk and its op.
 
     python benchmarks/binding.py [--model PATH] [--tokens 256] [--rounds 30]
 
-The sides run in turn within each round, so that whatever else the machine does falls on all of them: the trunk alone
-(`model.model(...)`), the op alone on the trunk's hidden states, and the bound call, which does both. The overhead is
-`bound - trunk - op`, of each round, relative to the trunk; the median over rounds is told. Binding itself is timed in
-processor seconds. Before anything is timed, the bound call's scores are compared with the two steps' and must be equal.
+The trunk and the op are timed within the bound call (by hooks around `model.model` and a clock around the op), so that
+their own times, which vary by more than the overhead, drop out; medians over rounds are told. The trunk alone is timed
+in turn with it, to see that it takes the same within. Before that the bound call's scores are compared with those of
+the two steps and must be equal.
 """
 
 from __future__ import annotations
@@ -26,22 +26,40 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import logitless
 import logitless_hf
+from logitless_hf import scoring
 
 SMALL = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}
 SMALL |= {"num_key_value_heads": 3, "vocab_size": 49152, "tie_word_embeddings": True}  # the shape of SmolLM2-135M
 
 
-def timed(function: Callable[[], Any], clock: Callable[[], float]) -> tuple[float, Any]:
-    begin = clock()
-    result = function()
-    return clock() - begin, result
+class Clock:
+    """Seconds spent in what is timed within one call."""
+
+    def __init__(self) -> None:
+        self.spent: dict[str, float] = {}
+        self.begun = 0.0
+
+    def begin(self, *_: Any) -> None:
+        self.begun = time.perf_counter()
+
+    def end(self, name: str) -> None:
+        self.spent[name] = time.perf_counter() - self.begun
+
+    def around(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            self.begin()
+            result = function(*args, **kwargs)
+            self.end(name)
+            return result
+
+        return timed
 
 
 @torch.no_grad()
 def measure(model: Any, tokens: int, rounds: int) -> dict[str, Any]:
-    bind_wall = time.perf_counter()
-    bind_cpu, _ = timed(lambda: logitless_hf.bind(model), time.process_time)
-    bind_wall = time.perf_counter() - bind_wall
+    begun, busy = time.perf_counter(), time.process_time()
+    logitless_hf.bind(model)
+    bound_in = {"bind_wall_s": time.perf_counter() - begun, "bind_cpu_s": time.process_time() - busy}
     ids = torch.randint(5, model.config.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(0))
     labels = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
     weight = model.get_output_embeddings().weight
@@ -53,25 +71,22 @@ def measure(model: Any, tokens: int, rounds: int) -> dict[str, Any]:
     def bound() -> Any:
         return model(input_ids=ids, position_ids=positions, shift_labels=labels, use_cache=False, return_log_probs=True)
 
-    def op(hidden: Any) -> Any:
-        return logitless.linear_log_probs(hidden, weight, labels)
-
-    if not torch.equal(bound().log_probs, op(trunk()).log_probs):
+    if not torch.equal(bound().log_probs, logitless.linear_log_probs(trunk(), weight, labels).log_probs):
         raise SystemExit("the bound call's scores are not those of the trunk and the op: nothing was timed")
-    sides: dict[str, list[float]] = {"trunk": [], "op": [], "bound": [], "overhead": []}
-    for clock in (time.perf_counter, time.process_time):
-        for turn in range(rounds):
-            found = {}
-            order = [("bound", bound), ("trunk", trunk)]
-            for name, function in order if turn % 2 else reversed(order):
-                found[name], result = timed(function, clock)
-                if name == "trunk":
-                    found["op"], _ = timed(lambda hidden=result: op(hidden), clock)
-            found["overhead"] = (found["bound"] - found["trunk"] - found["op"]) / found["trunk"]
-            for name, value in found.items():
-                sides.setdefault(f"{name} ({clock.__name__})", []).append(value)
-    medians = {name: statistics.median(values) for name, values in sides.items() if values}
-    return {"bind_cpu_s": bind_cpu, "bind_wall_s": bind_wall, "medians": medians}
+    clock, times = Clock(), []
+    model.model.register_forward_pre_hook(clock.begin)
+    model.model.register_forward_hook(lambda *_: clock.end("trunk within"))
+    scoring.linear_log_probs = clock.around("op within", scoring.linear_log_probs)
+    for _ in range(rounds):
+        trunk()
+        alone = clock.spent["trunk within"]
+        begun = time.perf_counter()
+        bound()
+        found = {"bound": time.perf_counter() - begun, **clock.spent, "trunk alone": alone}
+        found["overhead"] = found["bound"] - found["trunk within"] - found["op within"]
+        times.append(found)
+    medians = {f"{name}_s": statistics.median(found[name] for found in times) for name in times[0]}
+    return {**bound_in, **medians, "overhead_of_trunk": medians["overhead_s"] / medians["trunk within_s"]}
 
 
 def main() -> None:
