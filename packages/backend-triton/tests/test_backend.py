@@ -77,3 +77,12 @@ def test_capability(capability: tuple[int, int], served: bool, monkeypatch: pyte
     monkeypatch.setattr(torch.version, "hip", None)
     reason = TritonBackend().supports(request_on("cuda"))
     assert reason is None if served else "has 7.5" in str(reason)
+
+
+def test_a_divergence_on_a_gpu_is_refused_until_it_was_run_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "device_facts", lambda device: Device((9, 0), 132))
+    monkeypatch.setattr(torch.version, "hip", None)
+    request_ = request_on("cuda", ref_dtypes=(torch.bfloat16, torch.bfloat16))
+    assert "has not been run on a GPU yet" in str(TritonBackend().supports(request_))
+    monkeypatch.setenv(module.UNTRIED, "1")
+    assert TritonBackend().supports(request_) is None

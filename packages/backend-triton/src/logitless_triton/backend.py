@@ -15,6 +15,9 @@ from logitless_triton.layout import kept_length
 
 __all__ = ["TritonBackend"]
 
+UNTRIED = "LOGITLESS_TRITON_UNTRIED"
+"""Variable of the environment that lets through what was only run in the interpreter."""
+
 SERVED = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -28,7 +31,7 @@ class TritonBackend:
 
     def supports(self, request: Request) -> str | None:
         """None, or why a request cannot be served: device, dtypes, or what is missing."""
-        return _missing() or _device(request.device) or _dtypes(request)
+        return _missing() or _device(request.device) or _dtypes(request) or _untried(request)
 
     def kept_shape(self, request: Request, keep_bytes: int) -> tuple[int, ...]:
         """Room for the leading vocab columns of all tokens, as many as `keep_bytes` allows."""
@@ -143,4 +146,10 @@ def _pair(hidden: torch.dtype, weight: torch.dtype, device: torch.device) -> str
         return f"hidden is {hidden} and weight {weight}, whose whole it would have to copy; cast hidden to {weight}"
     if device.type == "cpu" and weight == torch.bfloat16:
         return "Triton's interpreter computes bfloat16 products wrongly; use float32 or float16 there"
+    return None
+
+
+def _untried(request: Request) -> str | None:
+    if request.ref_dtypes is not None and request.device.type == "cuda" and not os.environ.get(UNTRIED):
+        return f"its linear_kl has not been run on a GPU yet; take the torch backend, or try it with {UNTRIED}=1"
     return None
