@@ -12,7 +12,7 @@ from logitless.errors import InputTypeError, InvalidInputError
 from logitless.head import LMHead
 from logitless.types import STATS
 
-__all__ = ["check_call", "check_facts", "check_kept", "check_stats", "value_facts"]
+__all__ = ["check_call", "check_facts", "check_kept", "check_stats", "mask_labels", "value_facts"]
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 SMALLEST, LARGEST = 1e-30, 1e30  # of temperatures and caps
@@ -227,3 +227,21 @@ def check_facts(
             f"{SMALLEST} to {LARGEST} wherever the label is not ignored"
         )
     return count
+
+
+def mask_labels(hidden: Tensor, mask: Tensor | None, ignore_index: int) -> Tensor:
+    """[...] 0 where a token of hidden [..., D] is live, `ignore_index` elsewhere: what calls know tokens by."""
+    if not isinstance(hidden, Tensor):
+        raise InputTypeError(f"hidden: got {type(hidden).__qualname__}, expected a tensor [..., D]")
+    shape = hidden.shape[:-1]
+    if mask is None:
+        return torch.zeros(shape, dtype=torch.int64, device=hidden.device)
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        got = mask.dtype if isinstance(mask, Tensor) else type(mask).__qualname__
+        raise InputTypeError(f"mask: got {got}, expected a bool tensor, True where a token counts (labels != -100)")
+    if mask.shape != shape or mask.device != hidden.device:
+        raise InvalidInputError(
+            f"mask: got shape {tuple(mask.shape)} on {mask.device}, expected {tuple(shape)} on {hidden.device}, one "
+            "for each hidden state"
+        )
+    return torch.where(mask, 0, ignore_index)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from logitless._call import Call, make_call, plain_arithmetic
 from logitless._ops import _CALL, _SIZE, _looked_on, _spread_rows
+from logitless._validate import mask_labels
 from logitless.errors import InputTypeError, InvalidInputError
 from logitless.head import LMHead
 from logitless.linear import linear_log_probs
@@ -77,7 +78,7 @@ def top_k_log_probs(
         InputTypeError, InvalidInputError: an argument is wrong; the message names it.
         NotFoundError, UnsupportedError: no backend can serve; the message holds the reason.
     """
-    labels = _labels(hidden, mask)
+    labels = mask_labels(hidden, mask, IGNORED)
     options: dict[str, Any] = {
         "temperature": temperature,
         "tp_group": tp_group,
@@ -111,21 +112,3 @@ def top_k_log_probs(
 
 def _through(*args: Any) -> tuple[Tensor, Tensor]:
     return _best(Call(*args[:_SIZE]), args[_SIZE])
-
-
-def _labels(hidden: Tensor, mask: Tensor | None) -> Tensor:
-    """[...] 0 where a token is live, -100 elsewhere: what calls know tokens by."""
-    if not isinstance(hidden, Tensor):
-        raise InputTypeError(f"hidden: got {type(hidden).__qualname__}, expected a tensor [..., D]")
-    shape = hidden.shape[:-1]
-    if mask is None:
-        return torch.zeros(shape, dtype=torch.int64, device=hidden.device)
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        got = mask.dtype if isinstance(mask, Tensor) else type(mask).__qualname__
-        raise InputTypeError(f"mask: got {got}, expected a bool tensor, True where a token counts")
-    if mask.shape != shape or mask.device != hidden.device:
-        raise InvalidInputError(
-            f"mask: got shape {tuple(mask.shape)} on {mask.device}, expected {tuple(shape)} on {hidden.device}, one "
-            "for each hidden state"
-        )
-    return torch.where(mask, 0, IGNORED)

@@ -16,6 +16,7 @@ from torch.autograd import Function
 
 from logitless._call import Call, make_call, plain_arithmetic, spread
 from logitless._ops import _SIZE, _TENSORS, _TYPES, _looked_on, _no_double_backward, _order
+from logitless._validate import mask_labels
 from logitless.errors import InputTypeError, InvalidInputError
 from logitless.head import LMHead
 from logitless.types import Gradients, Needs
@@ -272,17 +273,7 @@ def _labels(hidden: Tensor, ref_hidden: Tensor, mask: Tensor | None) -> Tensor:
             f"ref_hidden: got shape {tuple(ref_hidden.shape)} on {ref_hidden.device}, expected {tuple(shape)} and a "
             f"last dimension of its own, on {hidden.device}: the same tokens as hidden's {tuple(hidden.shape)}"
         )
-    if mask is None:
-        return torch.zeros(shape, dtype=torch.int64, device=hidden.device)
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        got = mask.dtype if isinstance(mask, Tensor) else type(mask).__qualname__
-        raise InputTypeError(f"mask: got {got}, expected a bool tensor, True where a token counts (labels != -100)")
-    if mask.shape != shape or mask.device != hidden.device:
-        raise InvalidInputError(
-            f"mask: got shape {tuple(mask.shape)} on {mask.device}, expected {tuple(shape)} on {hidden.device}, one "
-            "for each hidden state"
-        )
-    return torch.where(mask, 0, -1)
+    return mask_labels(hidden, mask, -1)
 
 
 def _check(heads: list[Any], direction: object, beta: object) -> None:
