@@ -204,7 +204,8 @@ def page(found: dict[str, dict[str, Verdict]]) -> str:
     lines = [
         "# Packed sequences, by family",
         "",
-        f"Written by `nox -s packed` with transformers {transformers.__version__} and torch {torch.__version__} on the "
+        "Written by the script of `nox -s packed`"
+        f" with transformers {transformers.__version__} and torch {torch.__version__} on the "
         f"CPU: every class of `AutoModelForCausalLM`, tiny, in float32. Sequences of {LENGTHS} tokens, together and "
         "each alone: log-probabilities, entropies and the gradients of all parameters.",
         "",

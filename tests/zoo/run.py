@@ -92,7 +92,8 @@ def page(rows: list[dict[str, Any]]) -> str:
     lines = [
         "# Heads of Hugging Face models",
         "",
-        f"Written by `nox -s zoo` with transformers {version('transformers')} and torch {torch.__version__}: every "
+        "Written by the script of `nox -s zoo`"
+        f" with transformers {version('transformers')} and torch {torch.__version__}: every "
         "`*ForCausalLM`, `*LMHeadModel` and `*ForConditionalGeneration` class, built tiny, its scales, caps, biases "
         "and buffers perturbed and its head multiplied by 20, bound, and compared with its own logits on text, in eval "
         "and in train mode.",

@@ -242,7 +242,8 @@ def write(path: Path, table: dict[tuple[str, str], str]) -> None:
     lines = [
         "# Families and the places where their weights live",
         "",
-        "Written by `nox -s matrix`, which runs each cell: a tiny model, its log-probabilities, entropies and every "
+        "Written by the script of `nox -s matrix`"
+        ", which runs each cell: a tiny model, its log-probabilities, entropies and every "
         "parameter's gradient, against the plain model's own logits in one process. "
         f"torch {torch.__version__}, transformers {transformers.__version__}, peft {peft.__version__}, accelerate "
         f"{accelerate.__version__}, CPU; DDP (`find_unused_parameters=True`) and FSDP2 (each layer and the root) on "
