@@ -13,7 +13,7 @@ import torch
 from logitless.bench.candidates import Candidate
 from logitless.testing.memory import MemoryTracker
 
-__all__ = ["Measured", "measure", "peak_gib"]
+__all__ = ["Measured", "clock", "measure", "peak_gib"]
 
 WAIT_CYCLES = 4_000_000  # about 2 ms
 LEAST_ROUNDS = 3
@@ -58,15 +58,19 @@ def _gpu_time(run: Callable[[], object], device: torch.device) -> tuple[float, f
     return start.elapsed_time(stop), 0.0
 
 
-def _cpu_time(run: Callable[[], object], device: torch.device) -> tuple[float, float]:
+def _cpu_time(run: Callable[[], object]) -> tuple[float, float]:
     wall, busy = time.perf_counter(), time.process_time()
     run()
     return 1e3 * (time.perf_counter() - wall), 1e3 * (time.process_time() - busy)
 
 
+def clock(run: Callable[[], object], device: torch.device) -> tuple[float, float]:
+    """Milliseconds of one run: on the device (on a CPU, of wall time), and on a CPU of processor time, else 0."""
+    return _gpu_time(run, device) if device.type == "cuda" else _cpu_time(run)
+
+
 def measure(candidates: list[Candidate], device: torch.device, rounds: int, seconds: float) -> list[Measured]:
     """Times of each, in as many rounds as the seconds allow, but three at least."""
-    clock = _gpu_time if device.type == "cuda" else _cpu_time
     found: list[list[tuple[float, float]]] = [[] for _ in candidates]
     order = list(range(len(candidates)))
     shuffle, begin = random.Random(0), time.perf_counter()
