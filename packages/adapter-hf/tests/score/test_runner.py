@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from logitless.errors import InvalidInputError, LogitlessError, UnsupportedError
 from logitless_hf.score import runner
+from logitless_hf.score.claim import hold
 from logitless_hf.score.options import Options
 from logitless_hf.score.runner import Summary
 
@@ -221,6 +222,22 @@ def test_resuming_what_is_finished_does_nothing(
     (tmp_path / "scores.jsonl.meta.json").unlink()
     with pytest.raises(InvalidInputError, match="scores.jsonl is of another run"):
         score(records, resume=True)
+
+
+def test_resuming_what_is_finished_removes_what_a_death_in_the_last_steps_left(
+    score: Score, write: Write, varied: Varied, tmp_path: Path
+) -> None:
+    records = write(*varied(5))
+    score(records)
+    parts = tmp_path / "scores.jsonl.parts"
+    parts.mkdir()
+    (parts / "lock").touch()
+    with hold(parts / "lock") as another:
+        assert another is not None
+        score(records, resume=True)
+        assert (parts / "lock").exists()
+    assert score(records, resume=True).scored_records == 0
+    assert not parts.exists()
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,8 @@ class _Run:
             complete = options.resume and output.is_complete()
             if complete:
                 refuse_other_run((output.metadata() or {}).get("run", {}), manifest, output.path)
+                if ranks.rank == 0:
+                    output.tidy()
         if complete:
             return Summary(census.records, census.tokens, 0, 0)
         with ranks.together():

@@ -181,6 +181,13 @@ class Output:
         self._lock.close()
         self._lock = None
 
+    def tidy(self) -> None:
+        """Remove the folder that a run which died in its very last steps left, unless another run is at work there."""
+        if self.folder.is_dir():
+            with suppress(OSError):  # it is in nobody's way
+                self._lock = hold(self.folder / "lock")
+            self.close()
+
     def has_part(self, part: int) -> bool:
         """Whether the part is there, whole."""
         return self._part(part).exists()

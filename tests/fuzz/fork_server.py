@@ -1,0 +1,83 @@
+"""Runs `logitless` commands in forked children, so that fifty kills do not cost fifty imports of torch.
+
+A line on stdin, `{"jobs": [{"argv", "env", "log", "plot", "die_at", "watch"}, ...]}`, starts one child for each job; the
+answer is a line `{"pids": [...]}`, and when all have ended a line `{"codes": [...]}`. Without `plot`, which takes longer
+than all the rest, matplotlib is not there. With `die_at`, a child kills itself just before its so-manyth change of a file
+or folder whose path begins with `watch`: a crash between any two of its steps.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import traceback
+from itertools import count
+from typing import Any
+
+CHANGES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir")
+
+
+def die_at(number: int, watch: str) -> None:
+    seen = count()
+
+    def hook(event: str, args: tuple[Any, ...]) -> None:
+        opened = event == "open" and isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR)
+        if (opened or event in CHANGES) and str(args[0]).startswith(watch) and next(seen) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+
+
+def child(job: dict[str, Any]) -> int:
+    log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    os.environ.update(job["env"])
+    sys.argv = ["logitless", *job["argv"]]
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs this behind its back ignores it
+    if not job["plot"]:
+        sys.modules["matplotlib"] = None  # type: ignore[assignment]
+    if job["die_at"] is not None:
+        die_at(job["die_at"], job["watch"])
+    try:
+        main()
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else 0
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def serve() -> None:
+    for line in sys.stdin:
+        pids = []
+        for job in json.loads(line)["jobs"]:
+            pids.append(os.fork())
+            if pids[-1] == 0:
+                code = child(job)
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+        print(json.dumps({"pids": pids}), flush=True)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+        print(json.dumps({"codes": codes}), flush=True)
+
+
+if __name__ == "__main__":
+    # All that a run imports, on its way or only at the end.
+    import matplotlib.pyplot
+    import pyarrow.parquet
+    import transformers.models.llama.modeling_llama
+    import transformers.utils.logging
+
+    import logitless
+    import logitless_hf.score.runner
+    import logitless_torch  # noqa: F401
+    from logitless.cli import main
+
+    logitless.backends()
+    print("ready", flush=True)
+    serve()
