@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from logitless import PackedBatch, TokenLogProbs
 from logitless.errors import InvalidInputError, UnsupportedError
 from logitless_mcore.arrangement import IGNORE_INDEX, Arrangement, Ranks, arrange, ramp
+from logitless_mcore.balance import balance_of
 from logitless_mcore.capture import is_last_stage, language_model, run_scored, unwrapped
 from logitless_mcore.examine import examined
 from logitless_mcore.head import Asked, Scored, score, vocab_size_of
@@ -115,9 +116,9 @@ class McoreForward:
         if is_value_model(self.model):
             if loss_fn is not None:
                 raise InvalidInputError("loss_fn: got one for a value model, which has no log_probs; use its values")
-            with without_prediction(inner):
+            with without_prediction(inner), balance_of(inner) as balance:
                 values = self.model(**inputs)
-            return CausalLMOutputForPPO(values=_home(values.squeeze(-1).t(), places))
+            return CausalLMOutputForPPO(values=_home(values.squeeze(-1).t(), places), aux_loss=balance.loss())
         asked = Asked(
             _grid(run, run.batch.labels).t(),
             _grid_of_temperature(run, batch, places, temperature),
@@ -139,9 +140,10 @@ class McoreForward:
             ahead = Ahead(inner, transform, vocab_size, self.backend)
             further = _grid(run, run.batch.labels)
             inputs |= {"labels": further, "loss_mask": (further != IGNORE_INDEX).float()}
-        found: Scored = run_scored(self.model, inputs, scored, ahead=ahead)
+        with balance_of(inner) as balance:
+            found: Scored = run_scored(self.model, inputs, scored, ahead=ahead)
         entropies = None if found.entropy is None else _home(found.entropy, places)
-        return CausalLMOutputForPPO(_home(found.log_probs, places), entropies, loss=found.loss)
+        return CausalLMOutputForPPO(_home(found.log_probs, places), entropies, loss=found.loss, aux_loss=balance.loss())
 
 
 # --- between the batch's order and the grid that the model runs ----------------------------------------------------

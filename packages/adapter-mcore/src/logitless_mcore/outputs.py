@@ -20,7 +20,10 @@ class CausalLMOutputForPPO:
         values: [T], of a value model.
         loss: what the call's `loss_fn` gave, summed; None without one.
         logits, past_key_values, hidden_states, attentions: None.
-        aux_loss: None; Megatron adds auxiliary losses to the gradients by itself.
+        aux_loss: how evenly the tokens went to the experts, as transformers reports it: of all layers, `top_k` at best,
+            the coefficient not in it. Detached, for a log: Megatron adds the gradients of its balancing losses by
+            itself. None where its routers compute none (in eval mode, without gradients, and where all activations
+            are recomputed), and with pipeline stages, each of which sees only its own layers.
     """
 
     log_probs: Tensor | None = None
