@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 from logitless._live import Live
 from logitless._registry import BACKENDS, choose_backend, load, requested_backend
 from logitless._validate import check_call, check_kept
-from logitless.collectives import check_agreement, debugging, group_facts, resolve_group
+from logitless.collectives import Agreement, debugging, group_facts, resolve_group
 from logitless.errors import InputTypeError, UnsupportedError
 from logitless.head import LMHead
 from logitless.types import Backend, Problem, Request
@@ -114,9 +114,38 @@ class Call:
     def process_group(self) -> Any:
         return resolve_group(self.group) if self.group else None
 
-    def live(self) -> Live:
-        """Which tokens are live, asked now and read later."""
-        return Live(self.labels, self.temperature, self.ignore_index, self.vocab_size, self.validate)
+    def live(self, op: str, **more: object) -> Live:
+        """Which tokens are live, asked now and read later; of a group, every rank must ask the same.
+
+        Where nothing may be copied to the host (`validate=False` on a GPU), the ranks are not compared.
+        """
+        agreement = None
+        if self.group and (self.validate or not self.hidden.is_cuda or debugging()):
+            group = self.process_group
+            if group.size() > 1:
+                span = (self.vocab_start, self.vocab_start + self.weight.shape[0])
+                agreement = Agreement(group, {"op": op, **self.facts, **more}, span, self.vocab_size)
+        return Live(self.labels, self.temperature, self.ignore_index, self.vocab_size, self.validate, agreement)
+
+    @property
+    def facts(self) -> dict[str, object]:
+        """What every rank of a group must have in common; what is said of it depends on its values alone."""
+        return {
+            "labels' shape": tuple(self.labels.shape),
+            "hidden's shape": tuple(self.hidden.shape),
+            "hidden's dtype": self.hidden.dtype,
+            "weight's dtype": self.weight.dtype,
+            "bias, LoRA rank": (self.bias is not None, 0 if self.lora_b is None else self.lora_b.shape[1]),
+            "vocab_size": self.vocab_size,
+            "scale, softcap": (self.scale, self.softcap),
+            "temperature": "one for each token" if self.temperature is not None else self.temperature_value,
+            "ignore_index": self.ignore_index,
+            "workspace_bytes": self.workspace_bytes,
+            "validate": self.validate,
+            "reduce_hidden_grad": self.reduce_hidden_grad,
+            "top_k, top_p": (self.top_k, self.top_p),
+            "backend": self.backend,
+        }
 
     def problem(
         self,
@@ -161,24 +190,6 @@ class Call:
             top_p=self.top_p,
             stats=stats,
         )
-
-    def agree(self, live: Live, entropy: bool) -> None:
-        """Under LOGITLESS_DEBUG=1, see that every rank of the group was called alike."""
-        if not self.group or not debugging():
-            return
-        facts = {
-            "labels' shape": tuple(self.labels.shape),
-            "hidden's shape": tuple(self.hidden.shape),
-            "hidden's dtype": self.hidden.dtype,
-            "live labels": live.count,
-            "sum of labels": int(self.labels.sum()),
-            "vocab_size": self.vocab_size,
-            "softcap, scale, temperature": (self.softcap, self.scale, self.temperature_value),
-            "entropy": entropy,
-            "workspace_bytes": self.workspace_bytes,
-            "top_k, top_p": (self.top_k, self.top_p),
-        }
-        check_agreement(self.process_group, facts, self.hidden.device)
 
     def unchecked(self, *values: Tensor | None, index: Tensor | None = None) -> list[Tensor | None]:
         """What `validate=False` promises: exactly 0 where ignored, NaN where the label is no token.

@@ -9,8 +9,12 @@ import torch
 from torch import Tensor
 
 from logitless._validate import check_facts, value_facts
+from logitless.collectives import Agreement, debugging
 
 __all__ = ["Live"]
+
+
+FACTS = ("live labels", "least label", "greatest label", "bad temperatures", "sum of labels", "temperatures")
 
 
 class Live:
@@ -20,35 +24,68 @@ class Live:
         labels: [N] or [N, K] int64; a token is live if one of its labels is.
         temperature: [N], or None where a number was checked before.
         validate: False asks nothing: every token counts as live, and nothing is checked.
+        agreement: of the ranks that share the call, whose values are compared with the same copy.
     """
 
     def __init__(
-        self, labels: Tensor, temperature: Tensor | None, ignore_index: int, vocab_size: int, validate: bool
+        self,
+        labels: Tensor,
+        temperature: Tensor | None,
+        ignore_index: int,
+        vocab_size: int,
+        validate: bool,
+        agreement: Agreement | None = None,
     ) -> None:
-        self._call = (labels, temperature, ignore_index, vocab_size)
-        self._known = None if validate and labels.shape[0] else labels.shape[0]
+        self._call, self._agreement = (labels, temperature, ignore_index, vocab_size), agreement
+        asked = validate and labels.shape[0] > 0
+        self._known = None if asked else labels.shape[0]
         self._copied: torch.cuda.Event | None = None
-        if self._known is None:
-            self._facts = value_facts(labels, temperature, ignore_index)
-            self._on_host = self._facts
-            if labels.is_cuda:
-                self._on_host = torch.empty(self._facts.shape, dtype=self._facts.dtype, pin_memory=True)
-                self._on_host.copy_(self._facts, non_blocking=True)
-                self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                self._copied.record(torch.cuda.current_stream(labels.device))
+        if not asked and agreement is None:
+            return
+        self._facts = value_facts(labels, temperature, ignore_index) if asked else labels.new_zeros(3)
+        self._on_host = self._facts if agreement is None else agreement.gather(self._of_rank())
+        if labels.is_cuda:
+            on_device = self._on_host
+            self._on_host = torch.empty(on_device.shape, dtype=on_device.dtype, pin_memory=True)
+            self._on_host.copy_(on_device, non_blocking=True)
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record(torch.cuda.current_stream(labels.device))
+        if agreement is not None and (self._copied is None or not asked or debugging()):
+            self._read()
+
+    def _of_rank(self) -> Tensor:
+        """[6] what `FACTS` names; the values of ignored tokens are nobody's."""
+        labels, temperature, ignore_index, _ = self._call
+        live = labels != ignore_index
+        label_sum = torch.where(live, labels, 0).sum()
+        temperatures = torch.zeros_like(label_sum)
+        if temperature is not None:
+            used = torch.where(live.any(1) if live.ndim == 2 else live, temperature, 0.0)
+            temperatures = used.sum(dtype=torch.float64).view(torch.int64)
+        facts = torch.nn.functional.pad(self._facts, (0, 4 - self._facts.shape[0]))
+        return torch.cat((facts, torch.stack((label_sum, temperatures))))
 
     @property
     def on_device(self) -> Tensor | None:
         """[] int64, how many are live, where the host does not know it yet and can go on without."""
         return self._facts[0] if self._copied is not None and self._known is None else None
 
+    def _read(self) -> None:
+        """Wait for the device, and check what it says."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        facts = self._on_host.tolist()
+        if self._agreement is not None:
+            facts = self._agreement.checked(facts, FACTS, self._call[0].device)[: self._facts.shape[0]]
+        if self._known is None:
+            self._known = check_facts(facts, *self._call)
+
     @property
     def count(self) -> int:
         """How many are live; waits for the device, and raises if a label or a temperature is out of range."""
         if self._known is None:
-            if self._copied is not None:
-                self._copied.synchronize()
-            self._known = check_facts(self._on_host.tolist(), *self._call)
+            self._read()
+        assert self._known is not None
         return self._known
 
     @property

@@ -43,8 +43,7 @@ def _forward(
     call: Call, entropy: bool, entropy_grad: bool, keep_bytes: int, wanted: Sequence[str] = ()
 ) -> tuple[Forwarded, Live]:
     """Scores of all N tokens, and the statistics that are wanted."""
-    live = call.live()
-    call.agree(live, entropy)
+    live = call.live("linear_log_probs", entropy=entropy, entropy_grad=entropy_grad, stats=tuple(wanted))
     kept_shape = call.kept_shape(entropy, entropy_grad, keep_bytes)
     backend, out = call.plugin, None
     with plain_arithmetic(call.hidden.device):

@@ -59,11 +59,11 @@ def _count(name: str, value: object, least: int) -> None:
         raise InvalidInputError(f"{name}: got {value}, expected at least {least} and less than 2^63")
 
 
-def _check_head(head: LMHead, device: torch.device, hidden_size: int, leading: tuple[int, ...]) -> None:
+def _check_head(head: LMHead, device: torch.device, hidden_size: int, leading: tuple[int, ...], least: int) -> None:
     weight = _tensor("head.weight", head.weight, device, FLOATS)
-    if weight.ndim != 2 or weight.shape[1] != hidden_size or weight.shape[0] == 0:
+    if weight.ndim != 2 or weight.shape[1] != hidden_size or weight.shape[0] < least:
         raise InvalidInputError(
-            f"head.weight: got shape {tuple(weight.shape)}, expected (vocab rows >= 1, {hidden_size}), "
+            f"head.weight: got shape {tuple(weight.shape)}, expected (vocab rows >= {least}, {hidden_size}), "
             f"since hidden has size {hidden_size}; a Linear's weight is passed as it is, not transposed"
         )
     rows = weight.shape[0]
@@ -129,7 +129,7 @@ def check_call(
             f"labels: got shape {tuple(labels.shape)}, expected {tokens}, hidden's {tuple(hidden.shape)} without its "
             f"last dimension, or {(*tokens, 'K')} for K labels of each; labels are already shifted"
         )
-    _check_head(head, hidden.device, hidden.shape[-1], tokens)
+    _check_head(head, hidden.device, hidden.shape[-1], tokens, 1 if group_size == 1 else 0)  # of a shard, none will do
     if head.vocab_start is not None and group_size == 1 and head.vocab_start != 0:
         raise InvalidInputError(
             f"head.vocab_start: got {head.vocab_start} without a tp_group of several ranks; pass it"

@@ -34,8 +34,7 @@ def _(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 def _best(call: Call, k: int) -> tuple[Tensor, Tensor]:
-    live = call.live()
-    call.agree(live, False)
+    live = call.live("top_k_log_probs", k=k)
     plugin: Any = call.plugin
     with plain_arithmetic(call.hidden.device):
         ids, log_probs = plugin.top_k_log_probs(call.problem(live.indices), k)

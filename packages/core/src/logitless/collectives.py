@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,9 +16,10 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
-from logitless.errors import InputTypeError, InvalidInputError
+from logitless.errors import CollectiveError, InputTypeError, InvalidInputError
 
 __all__ = [
+    "Agreement",
     "all_gather_rows",
     "all_reduce",
     "check_agreement",
@@ -47,15 +51,34 @@ def resolve_group(name: str) -> Any:
 
 def all_reduce(x: Tensor, group: Any) -> None:
     """Sum over the ranks, in place."""
-    dist.all_reduce(x, group=group)
+    with _told(group):
+        dist.all_reduce(x, group=group)
 
 
 def all_gather_rows(x: Tensor, group: Any) -> Tensor:
     """[n, ...] of every rank, one after another in rank order: [size·n, ...]."""
     x = x.contiguous()
     out = x.new_empty(dist.get_world_size(group) * x.shape[0], *x.shape[1:])
-    dist.all_gather_into_tensor(out, x, group=group)
+    with _told(group):
+        # From torch 2.13 on the older name warns at every call.
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        gather(out, x, group=group)
     return out
+
+
+@contextmanager
+def _told(group: Any) -> Iterator[None]:
+    """torch says of a collective that failed where in its transport; here is what to look for."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise CollectiveError(
+            f"tp_group: a collective failed on rank {dist.get_rank(group)} of {dist.get_world_size(group)} ({error}): "
+            "another rank died, raised an error, or did not make this call within the group's timeout; look for the "
+            f"first error in the other ranks' logs, or set {DEBUG}=1, which compares the calls of all ranks first"
+        ) from error
 
 
 def gather_stacked(x: Tensor, group: Any) -> Tensor:
@@ -93,10 +116,50 @@ def check_agreement(group: Any, facts: Mapping[str, object], device: torch.devic
     text = json.dumps({name: str(fact) for name, fact in facts.items()}).encode()[:FACTS_BYTES].ljust(FACTS_BYTES)
     gathered = gather_stacked(torch.tensor([list(text)], dtype=torch.uint8, device=device), group)
     everyone = [json.loads(bytes(one[0].tolist())) for one in gathered]
-    differing = [name for name in facts if len({one[name] for one in everyone}) > 1]
+    names = dict.fromkeys(name for one in everyone for name in one)
+    differing = [name for name in names if len({one.get(name) for one in everyone}) > 1]
     if differing:
         told = "; ".join(
-            f"{name}: " + ", ".join(f"rank {rank} has {one[name]}" for rank, one in enumerate(everyone))
+            f"{name}: " + ", ".join(f"rank {rank} has {one.get(name)}" for rank, one in enumerate(everyone))
             for name in differing
         )
-        raise InvalidInputError(f"tp_group: its ranks disagree ({told}); every rank must score the same tokens")
+        raise InvalidInputError(
+            f"tp_group: its ranks disagree ({told}); every rank must make the same call, of the same tokens with the "
+            "same options, on its own vocab rows"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """What the ranks of a call must have in common, compared before they rely on it.
+
+    Ranks that differ would else get sums of unlike things, which look like scores; or, where sizes differ, gloo ends
+    the process. One small gather of numbers tells whether they differ; only then do the facts travel, to be named.
+    """
+
+    group: Any
+    facts: Mapping[str, object]
+    span: tuple[int, int]  # vocab rows of this rank
+    vocab_size: int
+
+    def gather(self, values: Tensor) -> Tensor:
+        """[size, k + 3] of [k] int64 values, of the same k on every rank, the facts as one number, and the span."""
+        number = zlib.crc32(repr(tuple(self.facts.items())).encode())
+        own = torch.tensor([number, *self.span], pin_memory=values.is_cuda)  # pinned: else the host waits for the copy
+        own = torch.cat((values, own.to(values.device, non_blocking=True)))
+        return gather_stacked(own.unsqueeze(0), self.group).squeeze(1)
+
+    def checked(self, everyone: list[list[int]], names: tuple[str, ...], device: torch.device) -> list[int]:
+        """This rank's values; raises on every rank if they or the facts differ, or vocab rows are not on one rank."""
+        own = everyone[dist.get_rank(self.group)][: len(names)]
+        if debugging() or len({tuple(one[:-2]) for one in everyone}) > 1:
+            check_agreement(self.group, {**self.facts, **dict(zip(names, own, strict=True))}, device)
+        spans = [(min(one[-2], self.vocab_size), min(one[-1], self.vocab_size)) for one in everyone]  # padding aside
+        ends = [0, *(end for span in sorted(spans) if span[0] < span[1] for end in span), self.vocab_size]
+        if ends[::2] == ends[1::2]:
+            return own
+        told = ", ".join(f"rank {rank} has {start} to {stop}" for rank, (*_, start, stop) in enumerate(everyone))
+        raise InvalidInputError(
+            f"tp_group: the ranks' vocab rows ({told}) do not hold each of the {self.vocab_size} of the vocabulary "
+            "once; set head.vocab_start to each rank's first row, and head.vocab_size to the rows of all ranks"
+        )

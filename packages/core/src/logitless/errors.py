@@ -4,6 +4,7 @@ from __future__ import annotations
 
 __all__ = [
     "BrokenPluginError",
+    "CollectiveError",
     "InputTypeError",
     "InvalidInputError",
     "LogitlessError",
@@ -34,3 +35,7 @@ class BrokenPluginError(LogitlessError, ImportError):
 
 class UnsupportedError(LogitlessError, RuntimeError):
     """A backend or adapter said why it cannot serve this request or model."""
+
+
+class CollectiveError(LogitlessError, RuntimeError):
+    """A collective over a group of ranks failed: one of them died, raised, or made another call."""

@@ -47,9 +47,8 @@ class Pair:
 
     def forward(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """Divergences [N] and statistics [5, N], of all tokens, and the live ones' indices."""
-        live = self.student.live()
-        for call in (self.student, self.teacher):
-            call.agree(live, False)
+        of_teacher = {f"ref_{name}": fact for name, fact in self.teacher.facts.items()}
+        live = self.student.live("linear_kl", direction=self.direction, beta=self.beta, **of_teacher)
         index, n_tokens, plugin = live.indices, self.student.labels.shape[0], self._plugin
         with plain_arithmetic(self.student.hidden.device):
             problems = (self.student.problem(index), self.teacher.problem(index))

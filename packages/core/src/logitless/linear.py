@@ -69,7 +69,8 @@ def linear_log_probs(
             whole vocabulary; "is_argmax" and "is_kept", bool, whether a label has the largest logit, and whether it is
             in the kept set.
         ignore_index: tokens with this label cost nothing: outputs exactly 0.0, gradients exactly 0.
-        tp_group: torch.distributed group over which the vocabulary is sharded.
+        tp_group: torch.distributed group over which the vocabulary is sharded. Its ranks are first compared, in one
+            small gather (on a GPU, with `validate`): where their tokens or options differ, all of them raise.
         reduce_hidden_grad: with tp_group, whether every rank gets the whole d_hidden or its own partial sum.
         keep_bytes: memory that the forward may keep so that the backward recomputes less; of no use with a kept set.
         workspace_bytes: bound on temporary memory.
@@ -80,6 +81,7 @@ def linear_log_probs(
     Raises:
         InputTypeError, InvalidInputError: an argument is wrong; the message names it.
         NotFoundError, UnsupportedError: no backend can serve; the message holds the reason.
+        CollectiveError: another rank of tp_group died, raised, or made no such call within the group's timeout.
     """
     wanted = check_stats(stats) if stats != () else ()
     call, needs_grad = make_call(

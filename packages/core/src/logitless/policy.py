@@ -107,8 +107,8 @@ class _PolicyLoss(Function):
         entropy, grad_buffer, with_grad = settings["entropy"], settings["grad_buffer"], settings["with_grad"]
         needs = list(ctx.needs_input_grad[1:6]) if with_grad else [False] * 5
         needs[1] = needs[1] or (with_grad and grad_buffer is not None)
-        live = call.live()
-        call.agree(live, entropy)
+        gradients = (with_grad, settings["entropy_grad"], call.reduce_hidden_grad and (needs[0], needs[3]))
+        live = call.live("linear_policy_loss", entropy=entropy, gradients=gradients)
         index, n_tokens = live.indices, call.labels.shape[0]
         order = torch.arange(n_tokens, device=call.labels.device) if index is None else index
         token_loss = _ChunkLoss(call, order, settings["loss_fn"], settings["entropy_grad"], with_grad)
