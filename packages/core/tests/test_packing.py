@@ -185,6 +185,18 @@ def test_shards_hold_each_token_once_with_its_label(lengths: list[int], size: in
         assert label == IGNORE_INDEX or label == token + 1  # ids count up within a sequence
 
 
+@given(lengths=LENGTHS, size=st.integers(1, 4), scheme=st.sampled_from(["zigzag", "contiguous"]))
+@settings(max_examples=60, deadline=None)
+def test_shard_packs_its_own_values(lengths: list[int], size: int, scheme: Any) -> None:
+    batch = make("list", lengths, align=2 * size)
+    values = [torch.randn(length, 2) for length in lengths]
+    for of, x in (("token", values), ("prediction", values), ("sequence", torch.randn(len(lengths), 2))):
+        whole = batch.pack(x, of=of)
+        for rank in range(size):
+            index = shard_index(batch.padded_lengths, rank, size, scheme, "cpu")
+            assert torch.equal(batch.shard(rank, size, scheme).pack(x, of=of), whole[index])
+
+
 def test_zigzag_of_context_parallelism() -> None:
     """Shift first, then shard: the label at a shard's border is the other shard's first token."""
     batch = PackedBatch.from_sequences([list(range(1, 9))], align=4)

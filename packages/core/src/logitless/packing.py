@@ -200,7 +200,7 @@ class PackedBatch:
     # --- values along with it -------------------------------------------------------------------------------------
 
     def pack(self, x: Any, of: Of = "token", fill: float = 0.0) -> Tensor:
-        """Values in the origin's layout, [B, S, ...], nested or a list, into batch order [T, ...].
+        """Values in the origin's layout, [B, S, ...], nested or a list, into batch order [T, ...], a shard's into its own.
 
         Args:
             x: one value (or row of trailing dimensions) for each position of the origin; [B, ...] for "sequence".
@@ -210,9 +210,8 @@ class PackedBatch:
                 tokens.
             fill: what stands where no value belongs.
         """
-        self._whole("pack")
         if of == "sequence":
-            return self._spread(x, fill)
+            return self._own(self._spread(x, fill))
         flat = self._flatten(x)
         if of == "prediction":
             source, place = self.source_M, self.place_M
@@ -222,7 +221,7 @@ class PackedBatch:
             raise InvalidInputError(f"of: got {of!r}, expected 'token', 'prediction' or 'sequence'")
         out = flat.new_full((sum(self.padded_lengths), *flat.shape[1:]), fill)
         out = out.index_copy(0, place, flat.index_select(0, source))
-        return out.index_fill(0, self._last_places(), fill) if of == "token" else out
+        return self._own(out.index_fill(0, self._last_places(), fill) if of == "token" else out)
 
     def unpack(self, x: Tensor, fill: float = 0.0) -> Any:
         """[T, ...] in batch order back into the origin's layout; `fill` where it holds no token of the batch."""
@@ -326,6 +325,12 @@ class PackedBatch:
     def _whole(self, what: str) -> None:
         if self.shard_of is not None:
             raise InvalidInputError(f"{what}: this is a shard {self.shard_of}; call it on the batch that was sharded")
+
+    def _own(self, x: Tensor) -> Tensor:
+        """[T, ...] of the whole batch to this shard's [P, ...]."""
+        if self.shard_of is None:
+            return x
+        return x.index_select(0, shard_index(self.padded_lengths, *self.shard_of, x.device))
 
     def _flatten(self, x: Any) -> Tensor:
         """Values in the origin's layout as [positions, ...]."""
