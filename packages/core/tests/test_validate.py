@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from logitless import LMHead, linear_log_probs
+from logitless._validate import check_kept
 from logitless.errors import InputTypeError, InvalidInputError, LogitlessError
 
 pytestmark = pytest.mark.usefixtures("reference_backend")
@@ -43,6 +44,7 @@ TYPES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "vocab-size-float": ({"head": LMHead(WEIGHT, vocab_size=7.0)}, ["head.vocab_size: got float", "an int"]),
     "lora-tensor": ({"head": LMHead(WEIGHT, lora=(torch.zeros(N, 2),))}, ["head.lora[0]", "a pair (u [..., r], b"]),
     "lora-triple": ({"head": LMHead(WEIGHT, lora=((*PAIR, 1),))}, ["head.lora[0]", "a pair"]),
+    "lora-dict": ({"head": LMHead(WEIGHT, lora={"u": PAIR[0]})}, ["head.lora: got dict", "a tuple or list of pairs"]),
     "lora-int": ({"head": LMHead(WEIGHT, lora=((PAIR[0].int(), PAIR[1]),))}, ["head.lora[0].u: got dtype", "float"]),
     "buffer-bf16": ({"head": LMHead(WEIGHT, grad_buffer=WEIGHT.bfloat16())}, ["head.grad_buffer: got", "float32"]),
     "labels-float": ({"labels": torch.zeros(N)}, ["labels: got dtype torch.float32", "int64"]),
@@ -52,6 +54,8 @@ TYPES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "temperature-none": ({"temperature": None}, ["temperature: got NoneType", "expected a positive number"]),
     "temperature-bool": ({"temperature": True}, ["temperature: got bool", "expected a positive number"]),
     "ignore-index-float": ({"ignore_index": -100.0}, ["ignore_index: got float", "expected an int"]),
+    "entropy-int": ({"entropy": 1}, ["entropy: got int", "expected True or False"]),
+    "validate-none": ({"validate": None}, ["validate: got NoneType", "expected True or False"]),
     "keep-bytes-float": ({"keep_bytes": 1e9}, ["keep_bytes: got float", "a number of bytes"]),
     "workspace-bool": ({"workspace_bytes": True}, ["workspace_bytes: got bool", "a number of bytes"]),
     "group-int": ({"tp_group": 2}, ["tp_group: got int", "ProcessGroup"]),
@@ -71,6 +75,11 @@ VALUES: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["got 5 at flat position 2", "0 to 4"],
     ),
     "hidden-scalar": ({"hidden": torch.zeros(())}, ["hidden: got shape ()", "[..., D] with D >= 1"]),
+    "hidden-sparse": (
+        {"hidden": torch.zeros(N, D).to_sparse()},
+        ["hidden: got layout torch.sparse_coo", "a dense tensor; call to_dense()"],
+    ),
+    "hidden-meta": ({"hidden": torch.zeros(N, D, device="meta")}, ["hidden: is on the meta device", "holds no values"]),
     "hidden-empty": ({"hidden": torch.zeros(N, 0)}, ["hidden: got shape (5, 0)", "D >= 1"]),
     "weight-transposed": ({"head": WEIGHT.T}, ["head.weight: got shape (4, 7)", "hidden has size 4", "not transposed"]),
     "weight-1d": ({"head": torch.zeros(D)}, ["head.weight: got shape (4,)", "expected (vocab rows >= 1, 4)"]),
@@ -94,6 +103,18 @@ VALUES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "lora-b-transposed": (
         {"head": LMHead(WEIGHT, lora=(PAIR, (PAIR[0], PAIR[1].T)))},
         ["head.lora[1].b: got shape (2, 7)", "expected (7, 7)"],
+    ),
+    "lora-b-1d": (
+        {"head": LMHead(WEIGHT, lora=((PAIR[0], torch.zeros(V)),))},
+        ["head.lora[0].b: got shape (7,)", "expected (7, r) with r >= 1"],
+    ),
+    "lora-rank-zero": (
+        {"head": LMHead(WEIGHT, lora=((torch.zeros(N, 0), torch.zeros(V, 0)),))},
+        ["head.lora[0].b: got shape (7, 0)", "expected (7, r) with r >= 1"],
+    ),
+    "buffer-expanded": (
+        {"head": LMHead(WEIGHT, grad_buffer=torch.zeros(1, D).expand(V, D))},
+        ["head.grad_buffer: is an expanded tensor", "clone it"],
     ),
     "buffer-shape": (
         {"head": LMHead(WEIGHT, grad_buffer=torch.zeros(D, V))},
@@ -126,6 +147,7 @@ VALUES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "top-p-percent": ({"top_p": 95}, ["top_p: got 95", "at most 1"]),
     "top-p-nan": ({"top_p": float("nan")}, ["top_p: got nan", "more than 0"]),
     "stats-unknown": ({"stats": ("median",)}, ["stats: got 'median'", "'sum_sq_probs'", "'is_kept'"]),
+    "ignore-index-wide": ({"ignore_index": 1 << 63}, ["ignore_index: got 9223372036854775808", "a 64-bit int"]),
     "keep-bytes-negative": ({"keep_bytes": -1}, ["keep_bytes: got -1", "at least 0"]),
     "workspace-zero": ({"workspace_bytes": 0}, ["workspace_bytes: got 0", "at least 1"]),
 }
@@ -175,6 +197,19 @@ def test_another_ignore_index() -> None:
     assert out.log_probs[[1, 3]].tolist() == [0.0, 0.0]
     with pytest.raises(InvalidInputError, match="ignore_index 6"):
         call(labels=torch.tensor([0, -100, 1, 6, 3]), ignore_index=6)
+
+
+def test_a_buffer_is_not_written_by_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    with pytest.raises(InvalidInputError, match="head.grad_buffer: it is written, so it works in eager mode only"):
+        call(head=LMHead(WEIGHT, grad_buffer=torch.zeros(V, D)))
+
+
+def test_what_keeps_every_token_is_no_kept_set() -> None:
+    plain, kept = call(), call(top_k=V, top_p=1.0)
+    assert torch.equal(kept.log_probs, plain.log_probs)
+    assert check_kept(V, 1.0, V) == (None, None)
+    assert check_kept(V - 1, 0.5, V) == (V - 1, 0.5)
 
 
 def test_unvalidated_call_reads_no_value() -> None:
