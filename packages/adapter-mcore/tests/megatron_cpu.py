@@ -25,7 +25,7 @@ with warnings.catch_warnings():
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.models.gpt import GPTModel
     from megatron.core.packed_seq_params import PackedSeqParams
-    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 pytest.importorskip("transformers")
@@ -98,6 +98,11 @@ class _Nothing:
     def __exit__(self, *exc: Any) -> None: ...
 
 
+def _splits(x: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Sizes for an all-to-all as Megatron brings them from a GPU: gloo takes no tensor for them."""
+    return x.numpy() if as_numpy and isinstance(x, Tensor) else x
+
+
 @contextlib.contextmanager
 def cuda_as_cpu() -> Iterator[None]:
     """Within the block, what asks for a CUDA device gets the CPU, and streams, events and CUDA's RNG are no-ops."""
@@ -121,6 +126,7 @@ def cuda_as_cpu() -> Iterator[None]:
         # A mode is off within backward, where Megatron calls this too.
         patch.setattr(torch.Tensor, "cuda", lambda self, *args, **kwargs: self)
         patch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        patch.setattr(token_dispatcher, "maybe_move_tensor_to_cpu", _splits)
         # 0.16's router looks for it, and fails without Transformer Engine.
         if not hasattr(moe_utils, "te_general_gemm"):
             patch.setattr(moe_utils, "te_general_gemm", None, raising=False)

@@ -7,13 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_cpu import build_gpt, hf_config, hf_model, parallel, run_model
+import torch.distributed as dist
+from megatron_cpu import build_gpt, hf_config, hf_gradients, hf_model, parallel, run_model
+from oracle import Expected, expect
 from torch import Tensor
 
 from logitless import PackedBatch
 from logitless.errors import InvalidInputError, UnsupportedError
 from logitless.testing.distributed import run_ranks
 from logitless_mcore import fused_forward_model_gen, make_forward, model_forward_gen
+from logitless_mcore.experts import one_by_one
 from logitless_mcore.weights import hf_weights, load_hf_weights, save_hf_weights
 
 TOLERANCE = 1e-5
@@ -205,14 +208,63 @@ def test_steps_equal_those_by_logits(kind: str) -> None:
 @pytest.mark.parametrize(
     ("ranks", "parts", "changes"),
     [
+        (2, {"ep": 2}, {}),
         (2, {"ep": 2}, GATHER),
         (2, {"tp": 2}, {"sequence_parallel": True}),
     ],
-    ids=["ep2-allgather", "tp2-sp"],
+    ids=["ep2-alltoall", "ep2-allgather", "tp2-sp"],
 )
 def test_steps_of_ranks_equal_those_by_logits(ranks: int, parts: dict[str, int], changes: dict[str, Any]) -> None:
     for worst in run_ranks(ranks, same_step, parts, {**AUX, **changes}):
         assert max(worst) <= TOLERANCE, worst
+
+
+def spread(rank: int, size: int, hf: Any, expected: Expected, parts: dict[str, int], changes: dict[str, Any]) -> float:
+    """Of experts on other ranks, each with its half of the sequences: the worst error against one process."""
+    from megatron.core import parallel_state
+
+    with parallel(**parts):
+        gpt = build_gpt(hf.config, **changes)
+        load_hf_weights(gpt, hf)
+        replica = parallel_state.get_data_parallel_rank()
+        mine = range(replica, len(EACH), 2)
+        batch = PackedBatch.from_sequences([EACH[i] for i in mine])
+        out = make_forward(gpt)(batch, temperature=0.8)
+        loss, worst = torch.zeros(()), 0.0
+        for kind, wanted in enumerate((expected.log_probs, expected.entropy)):
+            for i, own in zip(mine, batch.unpack(out.entropy if kind else out.log_probs), strict=True):
+                loss = loss + (expected.upstream[i][kind] * own[:-1]).sum()
+                worst = max(worst, float((own[:-1] - wanted[i]).detach().abs().max()))
+        loss.backward()
+        for parameter in gpt.parameters():
+            if getattr(parameter, "allreduce", True):  # Megatron's mark of what is not an expert's
+                dist.all_reduce(parameter.grad, group=parallel_state.get_data_parallel_group())
+        grads, found = one_by_one(expected.grads), hf_gradients(gpt)
+        assert sum(".experts." in name for name in found) == 2 * 2 * 3  # half of the experts, in both layers
+        for name, grad in found.items():
+            want = grads[name]
+            assert float(want.abs().max()) > 0, name
+            worst = max(worst, float((grad - want).abs().max()) / max(1.0, float(want.abs().max())))
+    return worst
+
+
+EACH = [ids[:length] for ids, length in zip(IDS.repeat(2, 1), (8, 6, 5, 7), strict=False)]  # as many for each replica
+
+
+@pytest.mark.parametrize(
+    ("parts", "changes"),
+    [
+        ({"ep": 2}, {}),
+        ({"ep": 2}, GATHER),
+        ({"tp": 2, "ep": 2}, {**GATHER, "sequence_parallel": True}),  # gloo has no all-gather of unequal parts
+    ],
+    ids=["ep2-alltoall", "ep2-allgather", "tp2-sp-ep2-allgather"],
+)
+def test_experts_of_other_ranks_equal_one_process(parts: dict[str, int], changes: dict[str, Any]) -> None:
+    hf = hf_model("qwen3_moe", **SHAPE)
+    expected = expect(hf, EACH, 0.8)
+    for worst in run_ranks(2 * parts.get("tp", 1), spread, hf, expected, parts, changes):
+        assert worst <= TOLERANCE
 
 
 def test_auxiliary_losses_reach_the_gradients() -> None:

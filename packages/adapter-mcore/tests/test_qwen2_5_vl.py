@@ -56,11 +56,14 @@ def loss_and_error(log_probs: list[Tensor], entropies: list[Tensor], expected: A
 
 def deviation(model: Qwen2_5_VL, expected: Any) -> tuple[float, float]:
     """The largest error of a gradient, relative to its largest entry if that is above 1: language model, tower."""
-    found = hf_gradients(model.language_model)
-    for name, parameter in model.vision_model.named_parameters():  # type: ignore[union-attr]
+    found, groups = hf_gradients(model.language_model), model.language_model.pg_collection
+    for name, parameter in model.vision_model.named_parameters() if model.vision_model is not None else ():
         assert parameter.grad is not None, name
-        dist.all_reduce(parameter.grad, group=model.language_model.pg_collection.cp)
+        dist.all_reduce(parameter.grad, group=groups.cp)
         found["visual." + name] = parameter.grad
+    stages: list[Any] = [None] * groups.pp.size()
+    dist.all_gather_object(stages, found, group=groups.pp)
+    found = {name: grad for stage in stages for name, grad in stage.items()}
     wanted = {_published(name): grad for name, grad in expected.grads.items() if grad is not None}
     assert found.keys() == wanted.keys()
     worst = {False: 0.0, True: 0.0}
@@ -325,27 +328,46 @@ def test_weights_come_and_go_as_checkpoints_have_them(tp: int, tmp_path: Any) ->
         assert torch.equal(theirs.state_dict()[name], tensor), name
 
 
-def staged(rank: int, size: int, hf: Any) -> Tensor | None:
+def staged(rank: int, size: int, hf: Any, expected: Any, tied: bool) -> list[Any]:
+    """Errors of scores (on the last stage) and of all gradients, those of the tower among them."""
+    from megatron.core import parallel_state
+
+    errors = []
     with parallel(pp=2):
         model = build(hf)
         assert (model.vision_model is None) == (rank == 1)
-        batch = batch_of("thd")
-        if rank == 1:
-            hidden = torch.empty(sum(batch.padded_lengths), 1, hf.config.get_text_config().hidden_size)
-            dist.recv(hidden, 0)
-            model.set_input_tensor(hidden)
-        with torch.no_grad():
-            out = make_forward(model)(batch, temperature=0.8, multi_modal_inputs=joined(samples()))
-        if rank == 0:
-            dist.send(out, 1)
-            return None
-        return torch.cat([x[:-1] for x in batch.unpack(out.log_probs)])
+        for layout in ("thd", "bshd"):
+            model.zero_grad()
+            batch, worst = batch_of(layout), 0.0
+            lengths = batch.padded_lengths
+            shape = (sum(lengths), 1) if layout == "thd" else (max(lengths), len(lengths))
+            hidden = torch.empty(*shape, hf.config.get_text_config().hidden_size)
+            if rank == 1:
+                dist.recv(hidden, 0)
+                model.set_input_tensor(hidden.requires_grad_())
+            out = make_forward(model, layout)(batch, temperature=0.8, multi_modal_inputs=joined(samples()))
+            if rank == 1:
+                loss, worst = loss_and_error(*(list(batch.unpack(x)) for x in (out.log_probs, out.entropy)), expected)
+                loss.backward()
+                dist.send(hidden.grad, 0)
+            else:
+                dist.send(out.detach(), 1)
+                dist.recv(hidden, 1)
+                out.backward(hidden)
+            if tied:  # as `finalize_model_grads` does
+                group = parallel_state.get_embedding_group()
+                dist.all_reduce(model.shared_embedding_or_output_weight().grad, group=group)  # type: ignore[union-attr]
+            errors.append((worst, *deviation(model, expected)))
+    return errors
 
 
-def test_stages_of_a_pipeline_have_the_tower_on_the_first() -> None:
-    hf = hf_images()
-    expected = torch.cat(expect_images(hf, samples(), 0.8).log_probs)
-    torch.testing.assert_close(run_ranks(2, staged, hf)[1], expected, rtol=0, atol=TOLERANCE)
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_stages_of_a_pipeline_have_the_tower_on_the_first(tied: bool) -> None:
+    hf = hf_images(tied)
+    expected = expect_images(hf, samples(), 0.8)
+    for of_rank in run_ranks(2, staged, hf, expected, tied):
+        for found in of_rank:
+            assert max(found) <= TOLERANCE, of_rank
 
 
 def in_half(rank: int, size: int, hf: Any) -> None:
