@@ -37,7 +37,7 @@ SHAPES: dict[str, dict[str, int]] = {
 VOCAB = {"tiny": 512, "1.5B": 151936}
 WAYS = ("fsdp2", "tp", "cp")
 HOWS = ("logits", "scores", "single pass")
-ENTROPY_BONUS, LEARNING_RATE, GATE = 0.01, 1.0, 1.5
+ENTROPY_BONUS, GATE = 0.01, 1.5
 TIMEOUT = datetime.timedelta(minutes=5)
 RUNS = {"one GPU, float32": (1, torch.float32), "one GPU": (1, torch.bfloat16), "two GPUs": (2, torch.bfloat16)}
 
@@ -97,7 +97,7 @@ class Fsdp2:
             fully_shard(layer, mesh=mesh, mp_policy=policy)
         fully_shard(self.model, mesh=mesh, mp_policy=policy)
         bind(self.model)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LEARNING_RATE)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=args.learning_rate)
 
     def score(self) -> Tensor:
         """[b, L - 1] log-probs of this rank's rows, without gradients."""
@@ -159,7 +159,7 @@ class Megatron:
         ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
         self.model = DistributedDataParallel(gpt.config, ddp_config, gpt)
         settings = OptimizerConfig(
-            optimizer="sgd", lr=LEARNING_RATE, sgd_momentum=0.0, clip_grad=1e9, bf16=dtype == torch.bfloat16
+            optimizer="sgd", lr=args.learning_rate, sgd_momentum=0.0, clip_grad=0.0, bf16=dtype == torch.bfloat16
         )
         self.optimizer = get_megatron_optimizer(settings, [self.model])
         self.forward = make_forward(self.model, "thd")
@@ -224,8 +224,10 @@ class Megatron:
 
     def step(self) -> float:
         """Updates the weights; the gradient's norm."""
-        _, norm, _ = self.optimizer.step()
-        return float(norm)
+        self.optimizer.prepare_grads()
+        norm = float(self.optimizer.get_grad_norm())
+        self.optimizer.step_with_ready_grads()
+        return norm
 
 
 def gpt_model(args: argparse.Namespace, dtype: torch.dtype, device: torch.device) -> Any:
@@ -373,6 +375,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=8, help="over all ranks; an even number")
     parser.add_argument("--length", type=int, default=2048, help="tokens of each; a multiple of 4")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--learning-rate", type=float, default=0.1)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--output", type=Path, help="where to write the figures as JSON")
     args = parser.parse_args()
@@ -381,6 +384,7 @@ def main() -> None:
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # which Megatron wants for sequence parallelism
     sizes = {"shape": args.shape, "sequences": args.sequences, "length": args.length, "rounds": args.rounds}
+    sizes["learning_rate"] = args.learning_rate
     record: dict[str, Any] = {**machine(torch.device(args.device)), **sizes, "ways": {}}
     for way in args.ways:
         args.way = way

@@ -53,6 +53,11 @@ def make(kind: str, lengths: list[int], align: int = 1, **extra: Any) -> PackedB
     return PackedBatch.from_sequences(parts, align=align, **extra)
 
 
+def jagged(lengths: list[int]) -> Tensor:
+    """The nested form of lengths, numbered."""
+    return torch.nested.nested_tensor(ids_of(lengths), layout=torch.jagged)
+
+
 def rows(x: Any) -> list[list[int]]:
     return [row.tolist() for row in (x.unbind() if isinstance(x, Tensor) else x)]
 
@@ -246,6 +251,21 @@ def test_micro_batches_lose_and_double_nothing(lengths: list[int], align: int, s
                 assert torch.equal(part.position_ids[start : start + width], batch.position_ids[begin : begin + width])
 
 
+def gathered_by_too_few(rank: int, size: int) -> None:
+    shard = make("list", [7, 4], align=6).shard(rank, 3)
+    shard.gather(shard.labels, dist.group.WORLD)
+
+
+def test_gather_wants_the_shards_ranks() -> None:
+    with pytest.raises(RuntimeError, match="InvalidInputError: group: has 2 ranks, expected the shard's 3"):
+        run_ranks(2, gathered_by_too_few)
+
+
+def test_gather_of_a_whole_batch_is_what_it_got() -> None:
+    batch = make("list", [7, 4])
+    assert batch.gather(batch.labels, None) is batch.labels
+
+
 def counted(rank: int, size: int) -> list[tuple[int, ...]]:
     batch = make("list", [[5, 5, 5, 5], [6], [2, 1]][rank])
     parts = batch.micro_batches(6, group=dist.group.WORLD)
@@ -287,7 +307,22 @@ def test_gradients_flow_through_pack_and_unpack() -> None:
         (lambda: PackedBatch.from_padded(IDS, 2 * ONES), InvalidInputError, "got values other than 0 and 1"),
         (lambda: PackedBatch.from_padded(IDS, ONES, align=0), InvalidInputError, "align: got 0"),
         (lambda: PackedBatch.from_padded(IDS, ONES, loss_mask=ONES[0]), InvalidInputError, "loss_mask: got (3,)"),
+        (
+            lambda: PackedBatch.from_padded(IDS, ONES.to("meta")),
+            InvalidInputError,
+            "attention_mask: is on meta, input_ids on cpu",
+        ),
         (lambda: PackedBatch.from_nested(IDS), InputTypeError, "expected a nested tensor"),
+        (
+            lambda: make("nested", [4, 2], loss_mask=jagged([4, 3])),
+            InvalidInputError,
+            "loss_mask: got lengths [4, 3], expected those of input_ids, [4, 2]",
+        ),
+        (
+            lambda: make("nested", [4, 2], position_ids=torch.zeros(3, 5)),
+            InvalidInputError,
+            "position_ids: got 5 entries, expected 6, one for each token",
+        ),
         (
             lambda: PackedBatch.from_sequences([[1, 2]], loss_mask=[[1]]),
             InvalidInputError,
@@ -344,6 +379,23 @@ def test_values_of_the_wrong_type(call: Any, message: str) -> None:
     with pytest.raises(InputTypeError) as raised:
         call(make("list", [4, 2]))
     assert message in str(raised.value)
+
+
+def test_nested_masks_and_positions_are_taken_in_order() -> None:
+    mask = torch.nested.nested_tensor([torch.tensor([1, 0, 1]), torch.tensor([0, 1])], layout=torch.jagged)
+    batch = make("nested", [3, 2], loss_mask=mask, position_ids=jagged([3, 2]))
+    assert batch.position_ids.tolist() == [1, 2, 3, 4, 5]
+    assert batch.labels.tolist() == [IGNORE_INDEX, 3, IGNORE_INDEX, 5, IGNORE_INDEX]
+
+
+def test_a_nested_tensor_with_room_between_its_rows() -> None:
+    """As `torch.nested.narrow` makes: rows start where the offsets say and end by their lengths."""
+    starts, lengths = torch.tensor([1, 0, 2]), torch.tensor([3, 0, 2])
+    ids = torch.nested.narrow(torch.arange(15).view(3, 5), 1, starts, lengths, layout=torch.jagged)
+    batch = PackedBatch.from_nested(ids)
+    assert batch.lengths == (3, 0, 2)
+    assert batch.input_ids.tolist() == [1, 2, 3, 12, 13]
+    assert batch.labels.tolist() == [2, 3, IGNORE_INDEX, 13, IGNORE_INDEX]
 
 
 def test_a_transposed_nested_tensor_is_refused() -> None:

@@ -200,7 +200,7 @@ class PackedBatch:
     # --- values along with it -------------------------------------------------------------------------------------
 
     def pack(self, x: Any, of: Of = "token", fill: float = 0.0) -> Tensor:
-        """Values in the origin's layout, [B, S, ...], nested or a list, into batch order [T, ...], a shard's into its own.
+        """Values in the origin's layout, [B, S, ...], nested or a list, into batch order [T, ...], of a shard its own.
 
         Args:
             x: one value (or row of trailing dimensions) for each position of the origin; [B, ...] for "sequence".
