@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from logitless import _registry
-from logitless.doctor import report
+from logitless.doctor import doctor, report
 from logitless.errors import InvalidInputError, UnsupportedError
 from logitless.testing import ReferenceBackend, installed
 from logitless.types import Request
@@ -70,6 +70,7 @@ def test_the_environment_asks_too(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"dtype": "int8"}, "--dtype: got 'int8', expected one of bfloat16"),
         ({"device": "moon"}, "--device: got 'moon'"),
+        ({"device": "meta"}, "--device: got 'meta', which holds no values"),
     ],
 )
 def test_wrong_arguments(arguments: dict[str, str], words: str) -> None:
@@ -77,7 +78,7 @@ def test_wrong_arguments(arguments: dict[str, str], words: str) -> None:
         report(**arguments)
 
 
-def test_verdicts_of_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verdicts_of_adapters(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def refuse(path: str) -> Any:
         raise UnsupportedError(f"{path} is no checkpoint")
 
@@ -92,3 +93,18 @@ def test_verdicts_of_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
         "one": {"architecture": "Llama", "path": "here"},
         "two": {"ok": False, "reason": "here is no checkpoint"},
     }
+    doctor(model="[here]")
+    printed = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["architecture", "Llama"] in printed
+    assert ["path", "[here]"] in printed  # as it is, not as markup
+    assert ["reason", "[here]", "is", "no", "checkpoint"] in printed
+
+
+def test_none_is_said_where_there_is_none(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("logitless.doctor.statuses", lambda group: [])
+    monkeypatch.setenv("COLUMNS", "200")
+    with installed(alone=True):
+        doctor()
+    printed = capsys.readouterr().out
+    assert [line.strip() for line in printed.splitlines()].count("none") == 3
+    assert "No backend can serve a call in bfloat16 on cpu: none is installed; pip install logitless-torch" in printed

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from logitless import PackedBatch, TokenLogProbs, losses
 from logitless.errors import InvalidInputError
+from logitless.testing.distributed import run_ranks
 
 N, V = 12, 7
 SEQUENCE = torch.tensor([0, 0, 0, 0, 0, 1, 1, 2, 2, 2, 2, 2])
@@ -171,6 +173,21 @@ def test_weights_add_up_over_micro_batches() -> None:
         sequences = sequences + (losses.sequence_mean_weights(part, 4) * own).sum()
     torch.testing.assert_close(tokens, expected_tokens)
     torch.testing.assert_close(sequences, expected_sequences)
+
+
+def counted(rank: int, size: int) -> int:
+    return losses.count_tokens([batch_of([3 + rank]), batch_of([2])], group=dist.group.WORLD)
+
+
+def test_tokens_are_counted_over_the_ranks() -> None:
+    assert run_ranks(2, counted) == [2 + 1 + 3 + 1] * 2
+
+
+def test_grpo_without_a_penalty_is_ppo() -> None:
+    x = draw()
+    log_probs = scores(x["logits"], x["labels"]).log_probs
+    got = losses.grpo(log_probs, x["old"], x["advantages"], beta=0.0)
+    assert torch.equal(got, losses.ppo_clip(log_probs, x["old"], x["advantages"]))
 
 
 def test_bad_calls() -> None:
