@@ -11,12 +11,13 @@ from torch import Tensor
 
 from logitless.errors import UnsupportedError
 from logitless.policy import linear_policy_loss
+from logitless.testing._kit import Kit
 from logitless.testing.cases import cases
 from logitless.testing.example import Example, Results, random_example
 from logitless.testing.tolerance import check_results
 from logitless.types import TokenLogProbs
 
-__all__ = ["FEATURES", "OPTIONS", "ConformanceChecks", "bias_of", "entropy_of", "expect", "same"]
+__all__ = ["FEATURES", "OPTIONS", "ConformanceChecks", "bias_of", "entropy_of"]
 
 FEATURES = {"bias", "softcap", "lora", "per_token_temperature", "grad_buffer", "unvalidated", "policy_loss"}
 """What `BackendConformance.refuses` may name; "unvalidated" is validate=False."""
@@ -44,20 +45,7 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def same(a: Tensor | None, b: Tensor | None) -> bool:
-    """Equal bits, NaN included."""
-    if a is None or b is None:
-        return a is b
-    return a.dtype == b.dtype and torch.equal(a.detach().nan_to_num(nan=-7.25), b.detach().nan_to_num(nan=-7.25))
-
-
-def expect(condition: object, message: str) -> None:
-    """Fail the check unless the condition holds."""
-    if not condition:
-        pytest.fail(message)
-
-
-class ConformanceChecks:
+class ConformanceChecks(Kit, kit=True):
     """What the author of a backend sets, and what the checks share."""
 
     backend: ClassVar[str]
@@ -67,8 +55,6 @@ class ConformanceChecks:
     """Input dtypes that it serves; the checks run in each."""
     refuses: ClassVar[Collection[str]] = ()
     """Those of `FEATURES` that its `supports` refuses."""
-    skips: ClassVar[Mapping[str, str]] = {}
-    """Checks that do not apply, by name, and why."""
     sizes: ClassVar[tuple[int, int, int]] = (13, 157, 24)
     """Tokens, vocab rows and hidden size of random inputs."""
     weight_factor: ClassVar[float] = 1.3
@@ -76,30 +62,16 @@ class ConformanceChecks:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        inherited = {name: value for base in cls.__mro__[1:-1] for name, value in vars(base).items()}
-        checks = {name for name, value in inherited.items() if callable(value) and not name.startswith("__")}
-        redefined = sorted(checks & vars(cls).keys())
-        if redefined:
-            raise TypeError(f"{cls.__qualname__} redefines {', '.join(redefined)}: name it otherwise, or use `skips`")
-        if set(cls.skips) - checks:
-            raise TypeError(f"{cls.__qualname__}.skips names no check: {', '.join(sorted(set(cls.skips) - checks))}")
         if set(cls.refuses) - FEATURES:
             raise TypeError(f"{cls.__qualname__}.refuses: got {sorted(cls.refuses)}, expected some of {FEATURES}")
 
-    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+    def parameters(self) -> Mapping[str, tuple[Any, Any]]:
         """Each check runs in each dtype, and with each case or option where it asks for one."""
-        if "dtype" in metafunc.fixturenames:
-            metafunc.parametrize("dtype", self.dtypes, ids=lambda dtype: str(dtype).removeprefix("torch."))
-        if "case" in metafunc.fixturenames:
-            metafunc.parametrize("case", cases(), ids=lambda case: case.id)
-        if "option" in metafunc.fixturenames:
-            metafunc.parametrize("option", OPTIONS)
-
-    @pytest.fixture(autouse=True)
-    def _skip(self, request: pytest.FixtureRequest) -> None:
-        reason = self.skips.get(getattr(request.node, "originalname", ""))
-        if reason:
-            pytest.skip(reason)
+        return {
+            "dtype": (self.dtypes, lambda dtype: str(dtype).removeprefix("torch.")),
+            "case": (cases(), lambda case: case.id),
+            "option": (tuple(OPTIONS), None),
+        }
 
     def example(self, dtype: torch.dtype, tokens: int | tuple[int, ...] | None = None, **options: Any) -> Example:
         """Random inputs of this backend's sizes on its device."""

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from logitless.testing._conformance import OPTIONS, ConformanceChecks, bias_of, entropy_of, expect
+from logitless.testing._conformance import OPTIONS, ConformanceChecks, bias_of, entropy_of
+from logitless.testing._kit import expect
 from logitless.testing.example import Example, Results
 from logitless.testing.tolerance import check_gradients, check_results, check_scores
 from logitless.types import TokenLogProbs
@@ -16,7 +17,7 @@ from logitless.types import TokenLogProbs
 __all__ = ["EdgeChecks"]
 
 
-class EdgeChecks(ConformanceChecks):
+class EdgeChecks(ConformanceChecks, kit=True):
     """What happens at the edges."""
 
     @pytest.mark.parametrize("validate", [True, False], ids=["validated", "unvalidated"])

@@ -10,13 +10,14 @@ from torch import Tensor
 
 from logitless._call import make_call
 from logitless._ops import linear_log_probs_op
-from logitless.testing._conformance import OPTIONS, ConformanceChecks, entropy_of, expect, same
+from logitless.testing._conformance import OPTIONS, ConformanceChecks, entropy_of
+from logitless.testing._kit import expect, same
 from logitless.testing.tolerance import check_gradients, check_scores
 
 __all__ = ["MemoryChecks"]
 
 
-class MemoryChecks(ConformanceChecks):
+class MemoryChecks(ConformanceChecks, kit=True):
     """What is kept and touched."""
 
     def test_repeats_bit_for_bit(self, dtype: torch.dtype) -> None:

@@ -9,7 +9,8 @@ import torch
 
 from logitless.linear import linear_log_probs
 from logitless.policy import linear_policy_loss
-from logitless.testing._conformance import OPTIONS, ConformanceChecks, entropy_of, expect, same
+from logitless.testing._conformance import OPTIONS, ConformanceChecks, entropy_of
+from logitless.testing._kit import expect, same
 from logitless.testing.cases import Case
 from logitless.testing.example import Example, Results
 from logitless.testing.memory import ProductCounter
@@ -19,7 +20,7 @@ from logitless.types import TokenLogProbs
 __all__ = ["ValueChecks"]
 
 
-class ValueChecks(ConformanceChecks):
+class ValueChecks(ConformanceChecks, kit=True):
     """What is computed."""
 
     def test_cases(self, dtype: torch.dtype, case: Case) -> None:

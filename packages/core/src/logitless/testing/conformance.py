@@ -24,5 +24,5 @@ from logitless.testing._value_checks import ValueChecks
 __all__ = ["FEATURES", "OPTIONS", "BackendConformance"]
 
 
-class BackendConformance(ValueChecks, MemoryChecks, EdgeChecks):
+class BackendConformance(ValueChecks, MemoryChecks, EdgeChecks, kit=True):
     """Subclass it, name the backend, and pytest runs the checks."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -14,7 +14,8 @@ from torch import Tensor
 
 import logitless
 from logitless import reference
-from logitless.testing._conformance import OPTIONS, bias_of, expect, same
+from logitless.testing._conformance import OPTIONS, bias_of
+from logitless.testing._kit import Kit, expect, same
 from logitless.testing.distributed import run_ranks
 from logitless.testing.example import Example, random_example
 
@@ -151,7 +152,7 @@ def _sharded(
     return value.detach(), grads
 
 
-class DivergenceConformance:
+class DivergenceConformance(Kit, kit=True):
     """`linear_kl` of one backend against the reference in float64: values, gradients, edges, what is written."""
 
     backend: ClassVar[str]
@@ -159,11 +160,9 @@ class DivergenceConformance:
     device: ClassVar[str] = "cpu"
     sharded: ClassVar[bool] = True  # whether vocabularies may be sharded
 
-    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+    def parameters(self) -> Mapping[str, tuple[Any, Any]]:
         """Directions and dtypes of every check."""
-        for name, values in (("direction", DIRECTIONS), ("dtype", self.dtypes), ("option", OPTIONS)):
-            if name in metafunc.fixturenames:
-                metafunc.parametrize(name, values, ids=str)
+        return {"direction": (DIRECTIONS, None), "dtype": (self.dtypes, str), "option": (tuple(OPTIONS), None)}
 
     def make(self, dtype: torch.dtype, direction: str, tokens: Any = 13, **options: Any) -> Divergence:
         """A random case on this class's device."""

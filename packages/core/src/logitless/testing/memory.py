@@ -5,27 +5,56 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from logitless import _ops, best, kl
 
-__all__ = ["AllocationGuard", "MemoryTracker", "ProductCounter"]
+__all__ = ["AllocationGuard", "LogitsGuard", "MemoryTracker", "ProductCounter", "poisoned"]
 
 OPS = (_ops.linear_log_probs_op, _ops._backward_op, kl.linear_kl_op, kl._backward_op, best.top_k_log_probs_op)
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Within the block, memory that nobody has written yet reads as NaN, and as the largest number of an integer dtype.
+
+    `torch.empty` and whatever else allocates without filling does it, in backward and inside of PyTorch's own kernels
+    too: a result that depends on what lay there before shows at once, where else it would once in a while.
+    """
+    settings: Any = torch.utils.deterministic
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        settings.fill_uninitialized_memory,
+    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*determin")  # of ops that have no deterministic form
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        settings.fill_uninitialized_memory = True
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+            settings.fill_uninitialized_memory = before[2]
 
 
 class _Within(TorchDispatchMode):
     """Sees every op; composite ops and our custom ops are opened, since a mode would take each of them for one."""
 
+    opened: tuple[Any, ...] = OPS
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for op in OPS:
+        for op in self.opened:
             if func is op._opoverload:
                 with self:
                     return op._init_fn(*args, **kwargs)
@@ -91,6 +120,27 @@ class AllocationGuard(MemoryTracker):
         if size > self.limit_bytes:
             raise AssertionError(
                 f"{func} made {tuple(tensor.shape)} {tensor.dtype}: {size} bytes, allowed {self.limit_bytes}"
+            )
+
+
+class LogitsGuard(MemoryTracker):
+    """Raises where something else than the op makes a tensor as large as the logits of `n_tokens` tokens.
+
+    That is one with `vocab_size` as one of its dimensions and at least that many rows of it. What is made inside of
+    the op is bounded by its `workspace_bytes`, and the backend's affair.
+    """
+
+    opened = ()
+
+    def __init__(self, n_tokens: int, vocab_size: int) -> None:
+        super().__init__()
+        self.n_tokens, self.vocab_size = n_tokens, vocab_size
+
+    def allocated(self, func: Any, tensor: Tensor, size: int) -> None:
+        """Raise AssertionError, naming the op and the shape."""
+        if self.vocab_size in tensor.shape and tensor.numel() >= self.n_tokens * self.vocab_size:
+            raise AssertionError(
+                f"{func} made {tuple(tensor.shape)} {tensor.dtype}: logits of {self.n_tokens} tokens or more"
             )
 
 

@@ -20,7 +20,18 @@ from torch import Tensor
 from logitless import _registry
 from logitless.head import LMHead
 from logitless.reference import head_logits, linear_kl, linear_log_probs
-from logitless.types import PROTOCOL, Backend, Forwarded, Gradients, Needs, PolicyResult, Problem, Request, TokenLoss
+from logitless.types import (
+    PROTOCOL,
+    Adapter,
+    Backend,
+    Forwarded,
+    Gradients,
+    Needs,
+    PolicyResult,
+    Problem,
+    Request,
+    TokenLoss,
+)
 
 __all__ = ["ReferenceBackend", "installed"]
 
@@ -206,20 +217,26 @@ class _Installed:
         return self.plugin
 
 
+def _group(plugin: Any) -> str:
+    return _registry.ADAPTERS if hasattr(plugin, "make_forward") else _registry.BACKENDS
+
+
 @contextmanager
-def installed(*plugins: Backend, alone: bool = False) -> Iterator[None]:
-    """Within the block the registry also finds these backends, as if their distributions were installed.
+def installed(*plugins: Backend | Adapter, alone: bool = False) -> Iterator[None]:
+    """Within the block the registry also finds these backends and adapters, as if their distributions were installed.
 
     Args:
         plugins: objects, or classes that take no argument.
-        alone: hide the backends that are really installed.
+        alone: hide what is really installed of the kinds that are given.
     """
     found = importlib.metadata.entry_points
 
     def entry_points(*, group: str) -> list[Any]:
-        if group != _registry.BACKENDS:
-            return list(found(group=group))
-        return [*(() if alone else found(group=group)), *(_Installed(plugin.name, plugin) for plugin in plugins)]
+        given = [plugin for plugin in plugins if _group(plugin) == group]
+        return [
+            *(() if alone and given else found(group=group)),
+            *(_Installed(plugin.name, plugin) for plugin in given),
+        ]
 
     caches = (_registry._entries, _registry._attempt)
     try:
