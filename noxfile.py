@@ -109,7 +109,7 @@ def isolation(session: nox.Session) -> None:
 def plugins(session: nox.Session) -> None:
     """Plugins by others, good and broken, installed beside core and the torch backend."""
     fixtures = sorted(str(path.parent) for path in (ROOT / "tests/plugins/dists").glob("*/pyproject.toml"))
-    install(session, ["core", "torch"], "pytest>=9", *fixtures)
+    install(session, ["core", "torch"], "pytest>=9", "hypothesis>=6.100", *fixtures)
     session.run("pytest", "tests/plugins", *session.posargs, env=ENV)
 
 
@@ -124,7 +124,7 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def types(session: nox.Session) -> None:
     """Mypy, strict, over every package."""
-    install(session, list(FOLDERS), "mypy==2.4.*", "pytest>=9")
+    install(session, list(FOLDERS), "mypy==2.4.*", "pytest>=9", "hypothesis>=6.100")
     session.run("mypy", *(f"{folder}/src" for folder in FOLDERS.values()))
 
 

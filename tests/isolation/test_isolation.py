@@ -19,7 +19,7 @@ PACKAGES = {
 each_package = pytest.mark.parametrize("package", PACKAGES)
 
 # Modules that serve another project, and what they may lack where it is not installed.
-OPTIONAL = {"core": {"pytest"}, "hf": {"verl"}, "mcore": {"megatron", "verl"}}
+OPTIONAL = {"core": {"hypothesis", "pytest"}, "hf": {"verl"}, "mcore": {"megatron", "verl"}}
 
 IMPORT_ALL = """
 import importlib, importlib.metadata, pkgutil

@@ -10,11 +10,14 @@ import functools
 import inspect
 import unittest
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import pytest
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from hypothesis.strategies import SearchStrategy
 
 __all__ = ["Kit", "expect", "forall", "hook", "same"]
 
@@ -119,7 +122,7 @@ class Kit:
         request.node.obj = run
 
 
-def forall(check: Callable[[Any], None], strategy: Any, *, examples: int) -> None:
+def forall(check: Callable[[Any], None], strategy: SearchStrategy[Any], *, examples: int) -> None:
     """Run a check on what a hypothesis strategy draws: the same examples at every run, and none kept on disk."""
     from hypothesis import HealthCheck, given, settings
 
