@@ -17,7 +17,14 @@ from logitless_mcore.registry import (
 )
 
 ALL = [get_mcore_forward_fn, get_mcore_forward_fused_fn, get_mcore_forward_no_padding_fn]
-TEXT = ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen2ForTokenClassification"]
+TEXT = [
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "Qwen2ForTokenClassification",
+]
 IMAGES = "Qwen2_5_VLForConditionalGeneration"
 
 

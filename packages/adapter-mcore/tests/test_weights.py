@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from logitless.errors import InputTypeError, InvalidInputError, UnsupportedError
 from logitless.testing.distributed import run_ranks
 from logitless_mcore.head import vocab_size_of
-from logitless_mcore.spec import layer_spec
+from logitless_mcore.spec import layer_spec, prediction_spec
 from logitless_mcore.weights import hf_weights, load_hf_weights, save_hf_weights
 
 IDS = torch.randint(0, 128, (2, 13), generator=torch.Generator().manual_seed(3))
@@ -193,6 +193,36 @@ def test_chunks_of_a_virtual_pipeline() -> None:
     assert first.keys() | second.keys() == expected.keys()
     for name, tensor in {**first, **second}.items():
         assert torch.equal(tensor, expected[name]), name
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("pp", [1, 2])
+def test_layers_that_predict_further_tokens_stay_as_they_were_made(pp: int, tied: bool, tmp_path: Path) -> None:
+    hf = hf_model("qwen2", tied)
+
+    def run(rank: int, size: int) -> None:
+        with parallel(pp=size), torch.no_grad():
+            config = gpt_config(hf.config, mtp_num_layers=1)
+            further = {"mtp_block_spec": prediction_spec(config, layer_spec(config))} if rank == size - 1 else {}
+            gpt = build_gpt(hf.config, spec=layer_spec(config), model=further, mtp_num_layers=1)
+            before = {name: p.clone() for name, p in gpt.named_parameters() if name.startswith("mtp.")}
+            assert bool(before) == (rank == size - 1)
+            for parameter in gpt.parameters():
+                parameter.fill_(float("nan"))
+            for name, parameter in before.items():
+                gpt.get_parameter(name).copy_(parameter)
+            load_hf_weights(gpt, hf)
+            own = dict(gpt.named_parameters())
+            assert not any(bool(parameter.isnan().any()) for parameter in own.values())
+            assert all(torch.equal(own[name], x) for name, x in before.items())
+            save_hf_weights(gpt, tmp_path, config=hf.config)
+
+    run_ranks(pp, run)
+    files = [load_file(file) for file in tmp_path.glob("*.safetensors")]
+    assert sorted(name for file in files for name in file) == sorted(
+        name for name in hf.state_dict() if not (tied and name == "lm_head.weight")
+    )
+    assert all(torch.equal(x, hf.state_dict()[name]) for file in files for name, x in file.items())
 
 
 def test_dtypes_are_the_parameters() -> None:

@@ -17,6 +17,7 @@ ARCHITECTURES = {
     "MistralForCausalLM": False,
     "Qwen2ForCausalLM": False,
     "Qwen3ForCausalLM": False,
+    "Qwen3MoeForCausalLM": False,
     "Qwen2_5_VLForConditionalGeneration": True,
 }
 # Value models of the same trunks: transformers names them so.

@@ -5,7 +5,8 @@ those of Megatron's local layer spec, of `layer_spec`, and of Transformer Engine
 linear layer behind it.
 
 Families: Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE and `Qwen2_5_VL`, tied or not, over any tensor-, pipeline- and
-expert-parallel ranks.
+expert-parallel ranks. Checkpoints of none of them hold layers of multi-token prediction, and transformers drops those
+of other families when it loads one; so a model's own stay as they were made, and do not go out.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from logitless_mcore.layouts import Copy, Gated, Layout, QueryKeyValue, Split, V
 __all__ = ["hf_weights", "load_hf_weights", "save_hf_weights"]
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+PREDICTION = "mtp."  # what begins the names of multi-token prediction's parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +122,8 @@ def _targets(gpt: Any) -> list[Target]:
     """This rank's parameters; the output layer's own copy of a tied embedding, on the last stage, comes from there."""
     found, unknown = [], []
     for name, parameter in gpt.named_parameters():
+        if name.startswith(PREDICTION):
+            continue
         match = OURS.fullmatch(name)
         if match is None:
             rule, prefix = MODEL.get(name), ""
@@ -162,7 +166,8 @@ def load_hf_weights(model: Any, source: Any, *, check_config: bool = True) -> No
     """Copy a Hugging Face model's weights into this rank's parameters, in place, in the parameters' dtype.
 
     Call it on every rank, before an optimizer makes its fp32 copies. A vocabulary that is padded in Megatron gets
-    zeros there, and `set_vocab_size` is told, so that the padding stays out of the softmax.
+    zeros there, and `set_vocab_size` is told, so that the padding stays out of the softmax. Layers of multi-token
+    prediction are left as they are: no checkpoint of these families holds any.
 
     Args:
         model: GPTModel, wrapped in DDP or Float16Module or not; a list of them with a virtual pipeline.
@@ -286,6 +291,8 @@ def hf_weights(model: Any, *, vocab_size: int | None = None) -> Iterator[tuple[s
         for target in _targets(gpt):
             if target.name == "output_layer.weight" and gpt.share_embeddings_and_output_weights:
                 continue  # a tied checkpoint holds it once
+            if target.names == (EMBEDDING,) and not gpt.pre_process:
+                continue  # multi-token prediction's copy, on the last stage
             shards = _gathered(target, gpt)
             parts = target.layout.merge(shards, gpt)
             if isinstance(target.layout, Vocabulary):
