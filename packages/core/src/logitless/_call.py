@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from logitless._live import Live
 from logitless._registry import BACKENDS, choose_backend, load, requested_backend
+from logitless._transforms import refuse_transforms
 from logitless._validate import check_call, check_kept
 from logitless.collectives import Agreement, debugging, group_facts, resolve_group
-from logitless.errors import InputTypeError, UnsupportedError
+from logitless.errors import InputTypeError
 from logitless.head import LMHead
 from logitless.types import Backend, Problem, Request
 
@@ -287,19 +287,6 @@ def _single_pair(head: LMHead, n_tokens: int) -> tuple[Tensor | None, Tensor | N
     return (us[0], bs[0]) if len(us) == 1 else (torch.cat(us, dim=-1), torch.cat(bs, dim=-1))
 
 
-def _no_forward_mode(hidden: Tensor, head: LMHead) -> None:
-    """The ops have no forward-mode derivative, and torch would take it for zero."""
-    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
-        return
-    inputs = (hidden, head.weight, head.bias, *(x for pair in head.lora for x in pair))
-    duals = [forward_ad.unpack_dual(x) for x in inputs if x is not None]  # type: ignore[no-untyped-call]
-    if any(dual.tangent is not None for dual in duals):
-        raise UnsupportedError(
-            "forward-mode differentiation (torch.func.jvp, make_dual) is not served; use reverse mode, or "
-            "logitless.reference"
-        )
-
-
 def _vocab_span(head: LMHead, rank: int, size: int) -> tuple[int, int]:
     """(vocab_start, vocab_size), with their defaults."""
     rows = head.weight.shape[0]
@@ -342,7 +329,7 @@ def make_call(
         "validate": validate,
     }
     check_call(hidden, head, labels, temperature, ignore_index, keep_bytes, workspace_bytes, size, flags)
-    _no_forward_mode(hidden, head)
+    refuse_transforms(hidden, head, policy_loss)
     vocab_start, vocab_size = _vocab_span(head, rank, size)
     top_k, top_p = check_kept(top_k, top_p, vocab_size)
     weight, device_type = head.weight, hidden.device.type

@@ -235,8 +235,14 @@ class _Plain(Function):
         if ctx.grad_buffer is not None:
             if torch.is_grad_enabled():  # a graph of this backward is being made, and the buffer cannot take part
                 _no_double_backward(ctx)
+            if _batched(grad_log_probs, grad_entropy):
+                raise UnsupportedError(
+                    "head.grad_buffer: got a batch of backwards at once (is_grads_batched, vectorize), expected one "
+                    "backward at a time; leave the buffer out"
+                )
             needs[1] = True
-        if torch.is_grad_enabled():  # through the op, which knows how to refuse a second derivative
+        # Through the op, which knows how to refuse a second derivative, and takes batches of gradients apart.
+        if torch.is_grad_enabled() or _batched(grad_log_probs, grad_entropy):
             made_op = (made.stats, *_order(call, made.live), made.kept)
             grads = _backward_op(*call.args, *made_op, grad_log_probs, grad_entropy, needs)
             found = Gradients(*(grad if needed else None for grad, needed in zip(grads, needs, strict=True)))
@@ -245,6 +251,11 @@ class _Plain(Function):
             found = _gradients(call, made, grad_log_probs, grad_entropy, needs, ctx.grad_buffer, last)
         weight = None if ctx.grad_buffer is not None else found.weight
         return (None, found.hidden, weight, found.bias, found.lora_u, found.lora_b, *unfound)
+
+
+def _batched(*grads: Tensor | None) -> bool:
+    """Whether autograd runs many backwards at once, one for each of a batch of upstream gradients."""
+    return any(grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad) for grad in grads)
 
 
 def _looked_on(tensors: tuple[Tensor | None, ...]) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from logitless._call import Call, make_call, plain_arithmetic, spread
-from logitless._ops import _SIZE, _TENSORS, _TYPES, _looked_on, _no_double_backward, _order
+from logitless._ops import _SIZE, _TENSORS, _TYPES, _batched, _looked_on, _no_double_backward, _order
 from logitless._validate import mask_labels
 from logitless.errors import InputTypeError, InvalidInputError
 from logitless.head import LMHead
@@ -177,7 +177,7 @@ class _Plain(Function):
             return (None,) * ARGUMENTS
         (args, (stats, index)), needs = _restored(ctx), list(ctx.needs_input_grad[:5])
         pair = Pair.of(args)
-        if torch.is_grad_enabled():  # through the op, which knows how to refuse a second derivative
+        if torch.is_grad_enabled() or _batched(grad):  # as in `logitless._ops`
             return _through_op(args, (stats, *_order(pair.student, index)), grad, needs)
         found = pair.backward(stats, index, grad, needs)
         gradients = (found.hidden, found.weight, found.bias, found.lora_u, found.lora_b)
