@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import TALLY, tiny  # noqa: E402
+from common import TALLY, tiny
 
 SCORE = tiny()
 checkpoint, write, varied, commands = SCORE.checkpoint, SCORE.write, SCORE.varied, SCORE.commands

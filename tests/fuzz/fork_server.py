@@ -1,9 +1,9 @@
 """Runs `logitless` commands in forked children, so that fifty kills do not cost fifty imports of torch.
 
-A line on stdin, `{"jobs": [{"argv", "env", "log", "plot", "die_at", "watch"}, ...]}`, starts one child for each job; the
-answer is a line `{"pids": [...]}`, and when all have ended a line `{"codes": [...]}`. Without `plot`, which takes longer
-than all the rest, matplotlib is not there. With `die_at`, a child kills itself just before its so-manyth change of a file
-or folder whose path begins with `watch`: a crash between any two of its steps.
+A line on stdin, `{"jobs": [{"argv", "env", "log", "plot", "die_at", "watch"}, ...]}`, starts one child for each job;
+the answer is a line `{"pids": [...]}`, and when all have ended a line `{"codes": [...]}`. Without `plot`, which takes
+longer than all the rest, matplotlib is not there. With `die_at`, a child kills itself just before its so-manyth change
+of a file or folder whose path begins with `watch`: a crash between any two of its steps.
 """
 
 from __future__ import annotations
@@ -13,9 +13,21 @@ import os
 import signal
 import sys
 import traceback
+from importlib import import_module
 from itertools import count
 from typing import Any
 
+import logitless
+from logitless.cli import main
+
+# All that a run imports, on its way or only at the end.
+IMPORTED = (
+    "logitless_hf.score.runner",
+    "logitless_torch",
+    "matplotlib.pyplot",
+    "pyarrow.parquet",
+    "transformers.models.llama.modeling_llama",
+)
 CHANGES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir")
 
 
@@ -51,6 +63,18 @@ def child(job: dict[str, Any]) -> int:
     return 0
 
 
+def ended(pids: list[int]) -> list[int]:
+    """The exit codes; as under torchrun, a rank that fails ends the others."""
+    codes: dict[int, int] = {}
+    while len(codes) < len(pids):
+        pid, status = os.wait()
+        codes[pid] = os.waitstatus_to_exitcode(status)
+        for other in pids if codes[pid] else ():
+            if other not in codes:
+                os.kill(other, signal.SIGTERM)
+    return [codes[pid] for pid in pids]
+
+
 def serve() -> None:
     for line in sys.stdin:
         pids = []
@@ -62,22 +86,12 @@ def serve() -> None:
                 sys.stderr.flush()
                 os._exit(code)
         print(json.dumps({"pids": pids}), flush=True)
-        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-        print(json.dumps({"codes": codes}), flush=True)
+        print(json.dumps({"codes": ended(pids)}), flush=True)
 
 
 if __name__ == "__main__":
-    # All that a run imports, on its way or only at the end.
-    import matplotlib.pyplot
-    import pyarrow.parquet
-    import transformers.models.llama.modeling_llama
-    import transformers.utils.logging
-
-    import logitless
-    import logitless_hf.score.runner
-    import logitless_torch  # noqa: F401
-    from logitless.cli import main
-
+    for module in IMPORTED:
+        import_module(module)
     logitless.backends()
     print("ready", flush=True)
     serve()

@@ -192,7 +192,7 @@ def test_killed_at_random_moments(
 def test_killed_before_each_change_of_a_file(
     server: ForkServer, options: list[Any], tmp_path: Path, suffix: str, replaced: bool, plot: bool
 ) -> None:
-    """Each step that a small run makes on the disk is once the last before it dies; the default takes every eleventh."""
+    """It dies once before each step that a small run makes on the disk; by default before every eleventh."""
     options = [*options, "--records-per-part", 24]
     whole, other = tmp_path / f"whole{suffix}", tmp_path / f"other{suffix}"
     for path, temperature in ((whole, 1.0), (other, 0.5)):

@@ -109,7 +109,8 @@ BAD: list[tuple[Record, str]] = [
     (text("a", ""), '"completion": got "", expected a string that is not empty'),
     (text("a\ud800", "b"), '"prompt": got a lone surrogate'),
     (text("a", "\udfff"), '"completion": got a lone surrogate'),
-    (chat(("user", "\ud800"), ("assistant", "a")), r'"messages\[0\].content": got a lone surrogate'),
+    (chat(("user", "\ud800"), ("assistant", "a")), r'"messages": got a lone surrogate'),
+    (chat(("\ud800", "a"), ("assistant", "a")), r'"messages": got a lone surrogate'),
 ]
 
 

@@ -19,6 +19,8 @@ BAD: list[tuple[str, bytes, str]] = [
     ("not json", b"{'prompt': 1}\n", "got invalid JSON.*expected one JSON object on one line"),
     ("cut off", b'{"prompt": "a", "comple', "got invalid JSON"),
     ("two objects", b"{} {}\n", "got invalid JSON"),
+    ("twice", b'{"prompt": "a", "completion": "b", "prompt": "c"}', 'the name "prompt" stands twice in one object'),
+    ("twice, within", b'{"messages": [{"role": "user", "role": "a"}]}', 'the name "role" stands twice in one object'),
     ("deep", b"[" * 100_000, "got invalid JSON"),
     ("huge integer", b'{"input_ids": [' + b"9" * 5000 + b"]}", "got invalid JSON"),
     ("not utf-8", b'{"prompt": "\xff"}', "not UTF-8"),

@@ -103,8 +103,6 @@ class Encoder:
             raise place.error('field "messages": got no message whose role is "assistant", expected one to score')
         if not turns[last]["content"]:
             raise place.error(f'field "messages[{last}].content": got "", expected the completion to score')
-        for i, turn in enumerate(turns):
-            _refuse_surrogates(turn["content"], f"messages[{i}].content", place)
         prompt = self._rendered(turns[:last], True, place)
         whole = self._rendered(turns[: last + 1], False, place)
         if not whole.startswith(prompt):
@@ -166,6 +164,7 @@ class Encoder:
             )
         except Exception as error:  # a template is a program of its own and may raise anything
             raise place.error(f"the chat template refuses the messages: {error}") from error
+        _refuse_surrogates(text, "messages", place)  # whichever part of them brought it in
         return text
 
     def _added_in_front(self) -> list[int]:

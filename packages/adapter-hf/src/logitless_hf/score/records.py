@@ -130,7 +130,8 @@ def parse(raw: bytes, place: Place) -> Record:
         raise place.error("got an empty line, expected a JSON object; remove the line")
     try:
         # Some editors begin a file with a byte order mark.
-        fields = json.loads(raw.decode("utf-8-sig" if place.record == 0 else "utf-8"))
+        text = raw.decode("utf-8-sig" if place.record == 0 else "utf-8")
+        fields = json.loads(text, object_pairs_hook=_once)
     except UnicodeDecodeError as error:
         raise place.error(f"got bytes that are not UTF-8 ({error}); save the file as UTF-8") from error
     except (ValueError, RecursionError) as error:
@@ -142,6 +143,16 @@ def parse(raw: bytes, place: Place) -> Record:
         return form.model_validate(fields)
     except ValidationError as error:
         raise place.error(_explain(error)) from error
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """JSON's own reading takes the last of several, and nobody knows which was meant."""
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the name {json.dumps(twice)} stands twice in one object")
+    return fields
 
 
 def _form(fields: dict[str, Any], place: Place) -> type[TextRecord] | type[ChatRecord] | type[TokenRecord]:
