@@ -44,12 +44,15 @@ TESTED_WITH = {
 EXTRAS = {"hf": "[score,plot]"}
 # The oldest that its adapter supports, and the newest: from 0.18 on another way leads to the hidden states.
 MEGATRON = {"0.16": "megatron-core==0.16.1", "0.19": "megatron-core==0.19.2"}
-TRANSFORMERS = {"4.56": "transformers==4.56.*", "5.3": "transformers==5.3.*", "5.x": "transformers==5.*"}
+NEWEST_TRANSFORMERS = "transformers==5.*"
+COMBINATIONS = nox.project.load_toml(ROOT / "tests/release/combinations.toml")
 
 
-def install(session: nox.Session, names: list[str], *more: str, tests_of: str | None = None) -> None:
+def install(
+    session: nox.Session, names: list[str], *more: str, tests_of: str | None = None, torch: str = TORCH
+) -> None:
     """Installs packages of ours editable, in one command so that they resolve against each other."""
-    wanted = [NO_COMPILE, TORCH, *more]
+    wanted = [NO_COMPILE, torch, *more]
     for name in names:
         wanted += ["-e", FOLDERS[name] + EXTRAS.get(name, "")]
     if tests_of:
@@ -86,8 +89,9 @@ def megatron(session: nox.Session) -> None:
 
 @nox.session
 def integration(session: nox.Session) -> None:
-    """All packages together: each adapter on each backend, and what holds across packages."""
-    install(session, list(FOLDERS), tests_of="hf")
+    """All packages together: each adapter on each backend, what holds across packages, and the blocks of the pages."""
+    install(session, list(FOLDERS), "sybil>=9", tests_of="hf")
+    install_megatron(session, "0.19")
     session.run("pytest", "tests", *session.posargs, env=ENV)
 
 
@@ -142,12 +146,30 @@ def build(session: nox.Session) -> None:
     session.run("check-wheel-contents", *(path for path in built if path.endswith(".whl")))
 
 
+@nox.session
+def docs(session: nox.Session) -> None:
+    """The site of docs/, in docs/_build; a warning is an error. What its pages run is run by `integration`."""
+    install(session, list(FOLDERS), "sphinx>=8.1,<10", "myst-parser>=4", "furo")
+    install_megatron(session, "0.19")
+    session.run("sphinx-build", "-W", "--keep-going", "-n", "-q", "-E", "docs", "docs/_build", env=ENV)
+
+
 @nox.session(default=False)
-@nox.parametrize("transformers", [nox.param(spec, id=name) for name, spec in TRANSFORMERS.items()])
-def compat(session: nox.Session, transformers: str) -> None:
-    """The Hugging Face adapter's tests on the oldest, a pinned and the newest supported transformers."""
-    install(session, TESTED_WITH["hf"], transformers, tests_of="hf")
-    session.run("pytest", f"{FOLDERS['hf']}/tests", *session.posargs, env=ENV)
+@nox.parametrize(
+    ["python", "combination"], [nox.param(asked["python"], name, id=name) for name, asked in COMBINATIONS.items()]
+)
+def compat(session: nox.Session, combination: str) -> None:
+    """One package's tests on chosen versions of what it stands on; writes docs/versions.md."""
+    asked = COMBINATIONS[combination]
+    package, torch = asked["tests"], asked.get("torch", TORCH)
+    install(session, TESTED_WITH[package], *asked.get("requires", []), tests_of=package, torch=torch)
+    if "megatron" in asked:
+        install_megatron(session, asked["megatron"])
+    junit = Path(session.create_tmp()) / "junit.xml"
+    command = ["pytest", f"{FOLDERS[package]}/tests", f"--junitxml={junit}", *session.posargs]
+    session.run(*command, env=ENV, success_codes=[0, 1])
+    if not session.posargs:  # else it was not all of them
+        session.run("python", "tests/release/versions.py", combination, str(junit))
 
 
 @nox.session(default=False)
@@ -161,7 +183,7 @@ def packed(session: nox.Session) -> None:
 def zoo(session: nox.Session) -> None:
     """Binds a tiny model of every family of the newest transformers; writes docs/heads.md."""
     # Some families' towers need the last three, if only to be built.
-    install(session, TESTED_WITH["hf"], TRANSFORMERS["5.x"], "scipy", "timm", "torchvision")
+    install(session, TESTED_WITH["hf"], NEWEST_TRANSFORMERS, "scipy", "timm", "torchvision")
     session.run("python", "tests/zoo/run.py", *session.posargs, env={**ENV, "OMP_NUM_THREADS": "1"})
 
 
