@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from logitless import LMHead, TokenLogProbs, linear_log_probs
-from logitless._call import whole_sums
+from logitless._arithmetic import whole_sums
 from logitless._live import Live
 from logitless._ops import _backward_op, linear_log_probs_op
 from logitless.errors import UnsupportedError

@@ -5,10 +5,7 @@ Shape suffixes: N tokens, n live tokens, K labels of a token, D hidden size, V v
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -24,7 +21,7 @@ from logitless.errors import InputTypeError
 from logitless.head import LMHead
 from logitless.types import Backend, Problem, Request
 
-__all__ = ["FIELDS", "FIRST_ONLY", "Call", "make_call", "plain_arithmetic", "spread", "whole_sums"]
+__all__ = ["FIELDS", "FIRST_ONLY", "Call", "make_call", "spread"]
 
 FIRST_ONLY = (
     "logitless gives first derivatives only: got a backward through the backward (create_graph=True), expected "
@@ -209,55 +206,6 @@ class Call:
 
 
 FIELDS = tuple(field.name for field in fields(Call))
-
-
-_SHORT_SUMS = (
-    "allow_bf16_reduced_precision_reduction",  # torch's default: cuBLAS may add parts of a sum in bfloat16
-    "allow_fp16_reduced_precision_reduction",
-    "allow_fp16_accumulation",
-)
-
-
-@contextmanager
-def whole_sums() -> Iterator[None]:
-    """cuBLAS sums half-precision products in float32 throughout, whatever the program allows it."""
-    matmul: Any = torch.backends.cuda.matmul
-    allowed = [name for name in _SHORT_SUMS if getattr(matmul, name, False)]
-    split = {name: getattr(matmul, f"{name}_split_k", True) for name in allowed}
-    for name in allowed:
-        setattr(matmul, name, False)
-    try:
-        yield
-    finally:
-        for name in allowed:
-            setattr(matmul, name, True if split[name] else (True, False))
-
-
-@contextmanager
-def plain_arithmetic(device: torch.device) -> Iterator[None]:
-    """Products as the backend wrote them: no autocast of its fp32 sums, no TF32 or bf16 in its fp32 products.
-
-    The device is made the current one: a kernel is launched there, wherever its tensors are.
-    """
-    put: Callable[[str], None] = torch.set_float32_matmul_precision
-    plain = "highest"
-    try:
-        precision = torch.get_float32_matmul_precision()
-    except RuntimeError:  # the program uses torch's newer settings, and the older ones raise beside them
-        backends: Any = torch.backends
-        matmul = (backends.cuda if device.type == "cuda" else backends.mkldnn).matmul
-        precision, plain = matmul.fp32_precision, "ieee"
-        put = functools.partial(setattr, matmul, "fp32_precision")
-    with ExitStack() as stack:
-        if device.type == "cuda":
-            stack.enter_context(torch.cuda.device(device))
-            stack.enter_context(whole_sums())
-        if torch.is_autocast_enabled(device.type):
-            stack.enter_context(torch.autocast(device.type, enabled=False))
-        if precision != plain:
-            put(plain)
-            stack.callback(put, precision)
-        yield
 
 
 def spread(values: Tensor, live: Tensor | None, n_tokens: int) -> Tensor:

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import Parameter
 
-from logitless._call import FIRST_ONLY, Call, plain_arithmetic, spread
+from logitless._arithmetic import plain_arithmetic
+from logitless._call import FIRST_ONLY, Call, spread
 from logitless._live import Live
 from logitless.errors import UnsupportedError
 from logitless.types import STATS, Forwarded, Gradients, Needs

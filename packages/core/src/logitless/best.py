@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from logitless._call import Call, make_call, plain_arithmetic
+from logitless._arithmetic import plain_arithmetic
+from logitless._call import Call, make_call
 from logitless._ops import _CALL, _SIZE, _looked_on, _spread_rows
 from logitless._validate import mask_labels
 from logitless.errors import InputTypeError, InvalidInputError

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from logitless._call import Call, make_call, plain_arithmetic, spread
+from logitless._arithmetic import plain_arithmetic
+from logitless._call import Call, make_call, spread
 from logitless._ops import _SIZE, _TENSORS, _TYPES, _batched, _looked_on, _no_double_backward, _order
 from logitless._validate import mask_labels
 from logitless.errors import InputTypeError, InvalidInputError

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from logitless._call import FIELDS, FIRST_ONLY, Call, make_call, plain_arithmetic, spread
+from logitless._arithmetic import plain_arithmetic
+from logitless._call import FIELDS, FIRST_ONLY, Call, make_call, spread
 from logitless.errors import InputTypeError, InvalidInputError, UnsupportedError
 from logitless.head import LMHead
 from logitless.types import Needs, TokenLogProbs
