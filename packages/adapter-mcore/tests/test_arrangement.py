@@ -9,7 +9,9 @@ from logitless import PackedBatch
 from logitless.errors import InvalidInputError
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed", exc_type=ImportError)
-from logitless_mcore.arrangement import Layout, Ranks, arrange, lengthened
+from megatron.core.packed_seq_params import PackedSeqParams
+
+from logitless_mcore.arrangement import TAKES_INDEX, Layout, Ranks, arrange, lengthened
 
 
 def random_batch(seed: int) -> tuple[PackedBatch, list[torch.Tensor]]:
@@ -73,3 +75,15 @@ def test_one_process_is_all_there_is_where_nothing_is_initialized() -> None:
     assert Ranks.of(torch.nn.Linear(1, 1)) == Ranks()
     assert Ranks(2, 4).align == 16
     assert Ranks(2).align == 2
+
+
+@pytest.mark.skipif(not TAKES_INDEX, reason="Mamba layers of this Megatron-Core tell sequences apart by cu_seqlens")
+@pytest.mark.parametrize("seed", range(5))
+def test_layers_with_a_state_are_told_where_sequences_begin(seed: int) -> None:
+    batch, _ = random_batch(seed)
+    arranged = arrange(batch, "thd", Ranks(tp=2))
+    total = sum(arranged.batch.padded_lengths)
+    own = PackedSeqParams(cu_seqlens_q_padded=arranged.batch.cu_seqlens_padded, total_tokens=total).seq_idx
+    found = arranged.params.seq_idx  # type: ignore[union-attr]
+    assert found.dtype == own.dtype
+    assert torch.equal(found, own)

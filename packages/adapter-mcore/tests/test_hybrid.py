@@ -1,15 +1,18 @@
 """HybridModel, whose forward takes no output_processor: patterns of attention and MLP layers against its own logits.
 
 Its final norm is Transformer Engine's whatever the spec says, so torch's stands in while a model is built here. Mamba
-layers need kernels of a GPU, and are not run.
+layers need a GPU, Transformer Engine and mamba_ssm.
 """
 
 from __future__ import annotations
 
+import importlib.util
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from megatron_cpu import gpt_config, hf_config, parallel
 from oracle import summed_over_tp
 from torch import Tensor
@@ -18,7 +21,7 @@ from logitless import PackedBatch
 from logitless.testing.distributed import run_ranks
 from logitless.testing.memory import AllocationGuard
 from logitless_mcore import keep_rotary_on_device, layer_spec, make_forward
-from logitless_mcore.spec import RMSNorm
+from logitless_mcore.spec import RMSNorm, transformer_engine
 
 pytest.importorskip(
     "megatron.core.models.hybrid.hybrid_block", reason="HybridModel came with 0.18", exc_type=ImportError
@@ -130,3 +133,55 @@ def test_no_logits_exist() -> None:
                 model(ids[None], ids[None], None)
 
     run_ranks(1, run)
+
+
+# --- Mamba layers ---------------------------------------------------------------------------------------------------
+
+
+def no_mamba() -> str | None:
+    """Why Mamba layers cannot run here, or None."""
+    if not torch.cuda.is_available():
+        return "needs a GPU"
+    engine = transformer_engine()
+    if engine is not None:
+        return f"Transformer Engine is {engine}"
+    return None if importlib.util.find_spec("mamba_ssm") else "mamba_ssm is not installed"
+
+
+@pytest.mark.skipif(no_mamba() is not None, reason=f"Mamba layers: {no_mamba()}")
+def test_mamba_layers_keep_packed_sequences_apart(tmp_path: Path) -> None:
+    """In bf16: scores near those of each sequence by its logits, and no gradient for another sequence's tokens."""
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        parallel_state.initialize_model_parallel()
+        tensor_parallel.model_parallel_cuda_manual_seed(0)
+        settings = {"num_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "ffn_hidden_size": 512}
+        half = {"bf16": True, "params_dtype": torch.bfloat16, "hidden_dropout": 0.0, "attention_dropout": 0.0}
+        shape = {"vocab_size": 128, "max_sequence_length": 256, "hybrid_layer_pattern": "M*M-"}
+        model = HybridModel(TransformerConfig(**settings, **half), hybrid_stack_spec, **shape).cuda().bfloat16()
+        sequences = [(torch.arange(n) * step % 128).cuda() for n, step in ((7, 5), (40, 11), (4, 7))]
+        batch, leaves = PackedBatch.from_sequences(sequences), []
+
+        def leaf(module: Any, args: Any, output: Tensor) -> Tensor:
+            leaves.append(output.detach().requires_grad_())
+            return leaves[-1]
+
+        forward = make_forward(model, "thd")
+        hook = model.embedding.register_forward_hook(leaf)
+        parts = batch.unpack(forward(batch).log_probs)
+        hook.remove()
+        (grad,) = torch.autograd.grad(parts[1].sum(), leaves)
+        before, own, after = grad[:, 0].split([7, 40, 4])
+        assert float(own.abs().max()) > 0
+        assert float(before.abs().max()) == float(after.abs().max()) == 0.0
+        for ids, found in zip(sequences, parts, strict=True):
+            log_p = model(ids[None], torch.arange(len(ids)).cuda()[None], None)[0].float().log_softmax(-1)
+            wanted = log_p[:-1].gather(-1, ids[1:, None])[:, 0]
+            torch.testing.assert_close(found[:-1], wanted, rtol=0.05, atol=0.05)
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()

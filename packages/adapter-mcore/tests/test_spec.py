@@ -98,6 +98,17 @@ def test_transformer_engine_where_it_is_whole() -> None:
     assert alone(run) == "TEDotProductAttention"
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="Transformer Engine's attention needs a GPU")
+@pytest.mark.skipif(transformer_engine() is not None, reason=f"Transformer Engine is {transformer_engine()}")
+def test_packed_sequences_of_transformer_engine_equal_ours() -> None:
+    script = Path(__file__).resolve().parents[3] / "benchmarks" / "te_thd.py"
+    if not script.is_file():
+        pytest.skip("needs the repository's benchmarks")
+    run = subprocess.run([sys.executable, str(script), "--sequences", "6"], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "holds: true" in run.stdout
+
+
 def test_every_layer_of_this_stage() -> None:
     def run(rank: int, size: int) -> tuple[int, list[int], bool]:
         with parallel(pp=2):

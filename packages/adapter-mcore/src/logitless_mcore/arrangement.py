@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -28,6 +28,7 @@ __all__ = ["Arrangement", "Layout", "Ranks", "arrange", "as_batch", "lengthened"
 Layout = Literal["thd", "bshd"]
 Of = Literal["token", "prediction", "sequence"]
 IGNORE_INDEX = -100
+TAKES_INDEX = "seq_idx" in {field.name for field in fields(PackedSeqParams)}  # older layers make it themselves
 FP8_TOKENS, FP8_TOTAL = 16, 128  # Transformer Engine's fp8 products want dimensions of multiples of these
 
 
@@ -149,6 +150,10 @@ class Arrangement:
         if self.layout == "bshd":
             return None
         cu_seqlens, longest = self.batch.cu_seqlens_padded, self.batch.max_seqlen
+        told: dict[str, Any] = {}
+        if TAKES_INDEX:  # without it, Mamba layers carry their state from one sequence into the next
+            row, _ = ramp(self.batch.padded_lengths, cu_seqlens.device)
+            told["seq_idx"] = row.int()[None]
         return PackedSeqParams(
             qkv_format="thd",
             cu_seqlens_q=cu_seqlens,
@@ -157,6 +162,7 @@ class Arrangement:
             cu_seqlens_kv_padded=cu_seqlens,
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
+            **told,
         )
 
     def occupied(self) -> Arrangement:
