@@ -90,13 +90,14 @@ def packed_batches(
     *,
     first_id: int = 0,
     min_length: int = 0,
+    min_sequences: int = 0,
     max_sequences: int = 5,
     max_length: int = 10,
     aligns: Collection[int] = (1, 4),
     device: str | torch.device = "cpu",
 ) -> PackedBatch:
     """Batches of padded (left, right, with holes), nested and listed sequences, some of their tokens not scored."""
-    lengths = draw(st.lists(st.integers(min_length, max_length), max_size=max_sequences))
+    lengths = draw(st.lists(st.integers(min_length, max_length), min_size=min_sequences, max_size=max_sequences))
     noise = torch.Generator().manual_seed(draw(SEEDS))
     options: dict[str, Any] = {"align": draw(st.sampled_from(sorted(aligns)))}
 
