@@ -114,6 +114,18 @@ def test_fsdp2(family: str, head: str, bound: str, make_model: Any, check: Any) 
     assert_as_whole(lambda: make_model(family), arrange, check)
 
 
+def held_after_bind(rank: int, size: int, model: Any, head: str) -> list[str]:
+    sharded = shard(model, head)
+    before = dict(sharded.named_parameters())
+    bind(sharded)
+    return [name for name, parameter in sharded.named_parameters() if parameter is not before[name]]
+
+
+@pytest.mark.parametrize("head", ["root", "own", "norm"])
+def test_bind_leaves_the_parameters_that_an_optimizer_is_to_hold(head: str, make_model: Any) -> None:
+    assert run_ranks(RANKS, held_after_bind, make_model("llama"), head) == [[], []]
+
+
 def split_from_its_embeddings(rank: int, size: int, model: Any, bound: str) -> str:
     def call() -> Any:
         found = shard(bind(model), "own") if bound == "before" else bind(shard(model, "own"))

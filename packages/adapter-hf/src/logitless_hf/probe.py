@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from logitless.errors import UnsupportedError
 from logitless_hf.capture import capture, check_linear, first_stream
 from logitless_hf.head import find_head
+from logitless_hf.sharding import resharded
 
 __all__ = ["Transform", "identify", "probe_inputs", "probe_tokens", "undisturbed"]
 
@@ -49,7 +50,7 @@ class Transform:
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Whatever runs within leaves random states, buffers, modes and `requires_grad` as they were, to the bit."""
+    """Whatever runs within leaves random states, buffers, modes, `requires_grad`, shards as they were, to the bit."""
     device_types = {"cpu"} | {parameter.device.type for parameter in model.parameters()} - {"meta"}
     modes = [(module, module.training) for module in model.modules()]
     buffers = [
@@ -63,6 +64,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng(devices=gpus))
             stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(resharded(model))
             for device_type in device_types:
                 stack.enter_context(torch.autocast(device_type, enabled=False))
             yield

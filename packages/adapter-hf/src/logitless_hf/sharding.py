@@ -10,16 +10,19 @@ Shape suffixes: V vocab rows of this rank, D hidden size.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from logitless.errors import UnsupportedError
 
-__all__ = ["HeadRows", "Results", "is_parallel_forward", "local_rows", "opened", "sealed"]
+__all__ = ["HeadRows", "Results", "is_parallel_forward", "local_rows", "opened", "resharded", "sealed"]
 
 PARALLEL_FORWARD = "TensorParallelLayer.install_forward.<locals>.tp_forward"
 
@@ -35,6 +38,29 @@ class HeadRows:
     vocab_size: int | None = None
     vocab_start: int | None = None
     tp_group: Any = None
+
+
+def _held(unit: nn.Module) -> list[nn.Parameter]:
+    """What an FSDP2 unit holds itself: not the parameters of units inside of it."""
+    inner = [child for child in unit.children() if not isinstance(child, FSDPModule)]
+    own = [parameter for parameter in unit._parameters.values() if parameter is not None]
+    return own + [parameter for child in inner for parameter in _held(child)]
+
+
+@contextmanager
+def resharded(model: nn.Module) -> Iterator[None]:
+    """FSDP2 units whose parameters were sharded before the block are sharded after it.
+
+    A forward leaves the root's gathered until a backward. An optimizer made then would hold tensors that are thrown
+    away, and train no embeddings and no head.
+    """
+    before = [(unit, _held(unit)) for unit in model.modules() if isinstance(unit, FSDPModule)]
+    try:
+        yield
+    finally:
+        for unit, held in before:
+            if any(now is not then for now, then in zip(_held(unit), held, strict=True)):
+                unit.reshard()
 
 
 def is_parallel_forward(function: Any) -> bool:
