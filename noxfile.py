@@ -196,6 +196,17 @@ def coverage(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def mutation(session: nox.Session) -> None:
+    """Plants faults in core and both backends and counts those that their tests catch; writes docs/mutation.md.
+
+    Goes on where it was broken off: what it found is kept in nox's cache, in the folder `mutation`.
+    """
+    install(session, ["core", "torch", "triton"], "cosmic-ray==8.7.*", "pytest-cov>=7", "numpy", tests_of="core")
+    command = ["python", "tests/mutation/run.py", "--work", str(Path(session.cache_dir) / "mutation")]
+    session.run(*command, *session.posargs, env={**ENV, "OMP_NUM_THREADS": "1"})
+
+
+@nox.session(default=False)
 @nox.parametrize(
     ["python", "combination"], [nox.param(asked["python"], name, id=name) for name, asked in COMBINATIONS.items()]
 )
