@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 from typing import Annotated, Any
 
 import pytest
@@ -48,6 +49,14 @@ def test_doctor_prints_json() -> None:
     assert found["chosen"] == "reference"
     for line in found["backends"] + found["adapters"] + found["commands"]:
         assert list(line) == ["name", "dist", "version", "ok", "reason"]
+
+
+def test_it_runs_as_a_module(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["logitless", "doctor", "--json"])
+    with pytest.raises(SystemExit) as caught:
+        runpy.run_module("logitless", run_name="__main__", alter_sys=True)
+    assert not caught.value.code
+    assert json.loads(capsys.readouterr().out)["chosen"] == "reference"
 
 
 def test_doctor_prints_for_people() -> None:
