@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import runpy
 import shlex
 import sys
 from collections.abc import Iterator
@@ -250,6 +251,12 @@ def test_commands_of_readme_are_those_of_ci() -> None:
     demo, everything = re.findall(r"```bash\n(.*?)\n```", readme, re.DOTALL)
     assert everything in (ROOT / ".ci" / "run").read_text()
     assert demo == f"{everything} -s demo"
+
+
+def test_pictures_are_what_their_script_draws() -> None:
+    drawn = runpy.run_path(str(ROOT / "docs" / "pictures.py"))["PICTURES"]
+    written = {path.stem: path.read_text() for path in (ROOT / "docs" / "pictures").glob("*.svg")}
+    assert written == {name: draw() for name, draw in drawn.items()}, "run docs/pictures.py"
 
 
 @pytest.mark.parametrize("name", errors.__all__)
