@@ -149,8 +149,11 @@ def test_good_adapter_serves_beside_a_broken_one() -> None:
     from acme_logprobs import AcmeModel
 
     assert {line.name: line.ok for line in logitless.adapters()} == {"acme": True, "shoddy": False}
-    forward = logitless.make_forward(AcmeModel(), layout="bshd", backend="acme")
-    assert forward("batch", temperature=2.0) == ("batch", "bshd", "acme", {"temperature": 2.0})
+    model = AcmeModel(hidden_size=4, outputs=11)
+    batch = logitless.PackedBatch.from_sequences([[3, 1, 4], [1, 5]])
+    out = logitless.make_forward(model, layout="bshd", backend="acme")(batch, temperature=2.0)
+    want = (model(torch.tensor([[3, 1, 4]])) / 2.0).log_softmax(-1)[0, [0, 1], [1, 4]]
+    torch.testing.assert_close(out.log_probs[:2], want)
 
 
 def test_model_that_no_adapter_knows_gets_every_reason() -> None:
