@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from logitless.errors import UnsupportedError
 from logitless.testing.distributed import run_ranks
 from logitless_mcore import (
     fused_forward_model_gen,
+    fused_gptmodel_forward_no_padding,
     gptmodel_forward_no_padding,
     make_forward,
     model_forward_gen,
@@ -89,7 +91,35 @@ def test_any_batch_comes_back(ranks: int, tp: int) -> None:
     run_ranks(ranks, through_the_forwards, batches, tp)
 
 
-def scores(rank: int, size: int, batches: list[tuple[Tensor, Tensor]]) -> list[dict[str, Tensor]]:
+def of_rows(gpt: Any, ids: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """[B, S] scores by the reference design's fused forward."""
+    return fused_forward_model_gen()(gpt, ids, None, mask, (7 * ids + 3) % 128, mask, 0.8, {})
+
+
+def of_shards(gpt: Any, ids: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """The same shape by `make_forward`, of a batch that the caller shards and gathers."""
+    batch = PackedBatch.from_padded(ids, mask, align=4)
+    group = gpt.pg_collection.cp
+    shard = batch.shard(group.rank(), group.size()) if group.size() > 1 else batch
+    out = make_forward(gpt)(shard, temperature=0.8)
+    parts = {"log_probs": out.log_probs, "entropy": out.entropy}
+    if shard is not batch:
+        parts = {name: shard.gather(x, group) for name, x in parts.items()}
+    return {name: batch.unpack(x) for name, x in parts.items()}
+
+
+def of_nested(gpt: Any, ids: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    rows = [row[own.bool()] for row, own in zip(ids, mask, strict=True)]
+    out = fused_gptmodel_forward_no_padding(gpt, torch.nested.nested_tensor(rows, layout=torch.jagged), temperature=0.8)
+    places = mask.flatten().nonzero()[:, 0]
+    blank = torch.zeros(mask.numel())
+    return {name: blank.index_copy(0, places, x.values()).view(mask.shape) for name, x in out.items()}
+
+
+Way = Callable[[Any, Tensor, Tensor], dict[str, Tensor]]
+
+
+def scores(rank: int, size: int, batches: list[tuple[Tensor, Tensor]], way: Way) -> list[dict[str, Tensor]]:
     """Of one model on one rank or two, with every gradient of random upstream ones."""
     found = []
     with parallel(cp=size):
@@ -97,8 +127,7 @@ def scores(rank: int, size: int, batches: list[tuple[Tensor, Tensor]]) -> list[d
         gpt = build_gpt(hf_config("qwen2"))
         for ids, mask in batches:
             gpt.zero_grad()
-            labels = (7 * ids + 3) % 128
-            out = fused_forward_model_gen()(gpt, ids, None, mask, labels, mask, 0.8, {})
+            out = way(gpt, ids, mask)
             g, e = torch.randn(2, *ids.shape, generator=torch.Generator().manual_seed(1))
             (g * out["log_probs"] + e * out["entropy"]).sum().backward()
             for parameter in gpt.parameters():
@@ -108,10 +137,11 @@ def scores(rank: int, size: int, batches: list[tuple[Tensor, Tensor]]) -> list[d
     return found
 
 
-def test_scores_and_gradients_of_any_batch_equal_those_of_one_rank() -> None:
+@pytest.mark.parametrize("way", [of_rows, of_shards, of_nested])
+def test_scores_and_gradients_of_any_batch_equal_those_of_one_rank(way: Way) -> None:
     batches = drawn(12)
-    (alone,) = run_ranks(1, scores, batches)
-    for of_rank in run_ranks(2, scores, batches):
+    (alone,) = run_ranks(1, scores, batches, way)
+    for of_rank in run_ranks(2, scores, batches, way):
         for (_, mask), found, expected in zip(batches, of_rank, alone, strict=True):
             for name, want in expected.items():
                 torch.testing.assert_close(

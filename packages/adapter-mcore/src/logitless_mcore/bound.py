@@ -6,7 +6,7 @@ Shape suffixes: T packed tokens of the batch as it was given, B sequences, s by 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -151,6 +151,9 @@ class McoreForward:
 
 def _arranged(batch: PackedBatch, layout: str, ranks: Ranks, sequence_parallel: bool, fp8: Any) -> Arrangement:
     if batch.shard_of is not None:
+        if not sum(batch.padded_lengths):
+            whole = Arrangement(replace(batch, shard_of=None), "thd", ranks).occupied().batch
+            batch = whole.shard(ranks.cp_rank, ranks.cp)
         return Arrangement(batch, "thd", ranks)
     if layout == "bshd":
         return arrange(batch, "bshd", ranks, sequence_parallel=sequence_parallel).occupied()
@@ -188,7 +191,7 @@ def _places(batch: PackedBatch, run: Arrangement) -> Tensor:
     """[T] where each of the batch's tokens stands in the flattened [s, b] grid."""
     b, s = run.shape
     if batch.shard_of is not None:
-        return torch.arange(s, device=batch.input_ids.device)
+        return torch.arange(batch.input_ids.shape[0], device=batch.input_ids.device)
     row, _ = ramp(batch.padded_lengths, batch.input_ids.device)
     shift = (run.batch.cu_seqlens_padded - batch.cu_seqlens_padded).long()[row]
     place = torch.arange(row.shape[0], device=row.device) + shift

@@ -82,7 +82,7 @@ def batch_inputs(
     Raises:
         InvalidInputError: a name that the model does not take, or one that the batch determines.
     """
-    whole = _of_all_ranks(run, batch)
+    whole = _of_all_ranks(run)
     rows = whole.to_padded()
     inputs: dict[str, Any] = {"input_ids": rows.input_ids, "attention_mask": rows.attention_mask, "position_ids": None}
     if whole.position_ids.ndim > 1:
@@ -99,10 +99,11 @@ def batch_inputs(
     return inputs | {name: x.to(device) if isinstance(x, Tensor) else x for name, x in given.items()}
 
 
-def _of_all_ranks(run: Arrangement, batch: PackedBatch) -> PackedBatch:
+def _of_all_ranks(run: Arrangement) -> PackedBatch:
     """The arranged batch; over context parallelism, with the ids and positions of every rank's shard."""
-    if batch.shard_of is None:
-        return run.batch
-    ids = batch.gather(batch.input_ids, run.ranks.cp_group)
-    positions = batch.gather(batch.position_ids.movedim(-1, 0), run.ranks.cp_group).movedim(0, -1)
-    return replace(batch, input_ids=ids, position_ids=positions, labels=ids, shard_of=None)
+    own, group = run.batch, run.ranks.cp_group
+    if own.shard_of is None:
+        return own
+    ids = own.gather(own.input_ids, group)
+    positions = own.gather(own.position_ids.movedim(-1, 0), group).movedim(0, -1)
+    return replace(own, input_ids=ids, position_ids=positions, labels=ids, shard_of=None)
