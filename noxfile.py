@@ -275,6 +275,20 @@ def verl(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def gpu2(session: nox.Session) -> None:
+    """Every distributed test as it stands, over NCCL, a GPU for each rank; those of four ranks want four."""
+    install(session, list(FOLDERS), tests_of="hf")
+    install_megatron(session, "0.19")
+    # NVML tells whether there are GPUs: a process that has asked CUDA itself cannot fork one that uses it.
+    env = {**ENV, "LOGITLESS_RANKS": "nccl", "PYTORCH_NVML_BASED_CUDA_CHECK": "1", "NCCL_NVLS_ENABLE": "0"}
+    for folder in FOLDERS.values():
+        tests = [
+            str(path) for path in sorted((ROOT / folder / "tests").glob("test_*.py")) if "run_ranks" in path.read_text()
+        ]
+        session.run("pytest", *tests, *session.posargs, env=env)
+
+
+@nox.session(default=False)
 def bench(session: nox.Session) -> None:
     """Runs one benchmark: `nox -s bench -- op [options of logitless bench]`, or a script in benchmarks/ by its name."""
     scripts = sorted({path.stem for path in (ROOT / "benchmarks").glob("*.py")} - {"tables"})

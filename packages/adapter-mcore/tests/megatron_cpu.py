@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -32,7 +33,7 @@ pytest.importorskip("transformers")
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from logitless import PackedBatch
-from logitless.testing.distributed import run_ranks
+from logitless.testing.distributed import RANKS, run_ranks
 from logitless_mcore.layouts import Copy
 from logitless_mcore.spec import keep_rotary_on_device, layer_spec
 from logitless_mcore.weights import _gathered, _targets
@@ -105,7 +106,14 @@ def _splits(x: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
 
 @contextlib.contextmanager
 def cuda_as_cpu() -> Iterator[None]:
-    """Within the block, what asks for a CUDA device gets the CPU, and streams, events and CUDA's RNG are no-ops."""
+    """Within the block, what asks for a CUDA device gets the CPU, and streams, events and CUDA's RNG are no-ops.
+
+    With `run_ranks` on GPUs nothing is replaced, and this rank's GPU is the current one, as Megatron wants it.
+    """
+    if os.environ.get(RANKS) == "nccl":
+        torch.cuda.set_device(dist.get_rank())
+        yield
+        return
     replaced = {
         "is_available": lambda: False,
         "current_device": lambda: torch.device("cpu"),
