@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -99,7 +100,7 @@ def test_parquet_and_jsonl_hold_the_same(score: Score, write: Write, varied: Var
     beside = json.loads((tmp_path / "a.jsonl.meta.json").read_text())
     assert metadata["run"]["options"].pop("format") == ".parquet"
     assert beside["run"]["options"].pop("format") == ".jsonl"
-    assert metadata == beside
+    assert {**metadata, "sha256": hashlib.sha256((tmp_path / "a.jsonl").read_bytes()).hexdigest()} == beside
 
 
 def test_metadata_say_how_text_became_tokens(score: Score, write: Write, varied: Varied, tmp_path: Path) -> None:
@@ -219,6 +220,9 @@ def test_resuming_what_is_finished_does_nothing(
     assert (tmp_path / "scores.jsonl").read_bytes() == before
     with pytest.raises(InvalidInputError, match="temperature was 1.0 and is now 2.0"):
         score(records, resume=True, temperature=2.0)
+    (tmp_path / "scores.jsonl").write_bytes(before[:-1])
+    with pytest.raises(InvalidInputError, match="scores.jsonl is damaged"):
+        score(records, resume=True)
     (tmp_path / "scores.jsonl.meta.json").unlink()
     with pytest.raises(InvalidInputError, match="scores.jsonl is of another run"):
         score(records, resume=True)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from logitless.errors import InvalidInputError, LogitlessError
-from logitless_hf.score import writer
+from logitless_hf.score import parquet
 from logitless_hf.score.writer import Output, Row, row
 
 MANIFEST: dict[str, Any] = {"options": {"temperature": 1.0, "dtype": None}, "input": {"sha256": "aa"}}
@@ -42,6 +42,10 @@ def again(output: Output, run: dict[str, Any] = MANIFEST, *, resume: bool = True
 
 def merge(output: Output, records: int = 1, per_part: int = 1, run: dict[str, Any] = MANIFEST) -> None:
     output.merge(records, per_part, {"run": run}, double=False)
+
+
+def run_of(output: Output) -> Any:
+    return (output.metadata() or {}).get("run")
 
 
 def rows_of(output: Output) -> list[Row]:
@@ -77,7 +81,7 @@ def test_sums_are_of_what_is_written() -> None:
 
 
 def test_parts_are_merged_in_order_and_put_away(output: Output, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "_MERGE_TOKENS", 5)  # several row groups
+    monkeypatch.setattr(parquet, "_GROUP_TOKENS", 5)  # several row groups
     output.begin(MANIFEST, resume=False, overwrite=False)
     for part in (2, 0, 1):
         output.write_part(part, [some_row(2 * part), some_row(2 * part + 1)])
@@ -85,7 +89,7 @@ def test_parts_are_merged_in_order_and_put_away(output: Output, monkeypatch: pyt
     assert [found["record"] for found in rows_of(output)] == list(range(6))
     assert rows_of(output)[4]["log_probs"] == pytest.approx([-0.5, -0.5])
     assert rows_of(output)[4]["tokens"] == ["a", None]
-    assert output.metadata() == {"run": MANIFEST}
+    assert run_of(output) == MANIFEST
     kept = {output.path, output.meta_path} if output.path.suffix == ".jsonl" else {output.path}
     assert set(output.path.parent.iterdir()) == kept
     if output.path.suffix == ".parquet":
@@ -222,7 +226,7 @@ def test_without_locks_an_older_run_stops(output: Output, run: dict[str, Any], m
     with pytest.raises(LogitlessError, match=f"another run has taken {output.folder} over"):
         merge(output)
     merge(second, run=run)
-    assert second.metadata() == {"run": run}
+    assert run_of(second) == run
 
 
 def test_another_rank_of_a_dead_run_does_not_write_into_the_next(output: Output) -> None:
@@ -253,7 +257,7 @@ def test_resuming_beside_a_finished_output_of_another_run(output: Output) -> Non
     again(output, OTHER)
     output.write_part(0, [some_row(0)])
     merge(output, run=OTHER)
-    assert output.metadata() == {"run": OTHER}
+    assert run_of(output) == OTHER
 
 
 def test_an_empty_folder_beside_a_finished_output_is_no_run(output: Output) -> None:
@@ -300,7 +304,7 @@ def cut(lines: list[str]) -> list[str]:
         lambda lines: lines[::-1],
         lambda lines: [*lines, lines[-1]],
         lambda lines: [*lines, json.dumps(some_row(4)) + "\n"],
-        lambda lines: [lines[0], lines[1].replace('"tokens": ["a", null]', '"tokens": ["a"]')],
+        lambda lines: [lines[0], lines[1].replace("-0.4", "-0.5"), lines[2]],
         lambda lines: [lines[0], "[]\n"],
         None,
     ],
@@ -312,7 +316,7 @@ def cut(lines: list[str]) -> list[str]:
         "swapped",
         "doubled",
         "one more",
-        "short list",
+        "one digit",
         "no row",
         "no file",
     ],
@@ -328,9 +332,7 @@ def test_a_damaged_part_is_named_and_scored_again(output: Output, damage: Any) -
     part.unlink()
     if damage is not None:
         part.write_text("".join(damage(lines)))
-    with pytest.raises(
-        InvalidInputError, match=rf"the part {part} is damaged at record [234] .* records 2 to 3. Remove"
-    ):
+    with pytest.raises(InvalidInputError, match=rf"the part {part} is damaged .* records 2 to 3. Remove"):
         merge(output, 5, 2)
     assert not output.path.exists()
     part.unlink(missing_ok=True)
@@ -338,6 +340,37 @@ def test_a_damaged_part_is_named_and_scored_again(output: Output, damage: Any) -
     output.write_part(1, whole)
     merge(output, 5, 2)
     assert [row["record"] for row in rows_of(output)] == [0, 1, 2, 3, 4]
+
+
+def test_a_part_in_the_place_of_another_is_damage(output: Output) -> None:
+    output.begin(MANIFEST, resume=False, overwrite=False)
+    output.write_part(0, [some_row(0)])
+    (output.folder / "part-000000001.jsonl").write_bytes((output.folder / "part-000000000.jsonl").read_bytes())
+    with pytest.raises(InvalidInputError, match="part-000000001.jsonl is damaged .it holds other records.; expected"):
+        merge(output, 2, 1)
+
+
+@pytest.mark.parametrize("damage", ["cut", "one byte"])
+def test_a_damaged_output_is_not_whole(output: Output, damage: str) -> None:
+    output.begin(MANIFEST, resume=False, overwrite=False)
+    output.write_part(0, [some_row(0), some_row(1)])
+    merge(output, 2, 2)
+    output.check_whole(2)
+    content = output.path.read_bytes()
+    at = content.index(b"0.1") if output.path.suffix == ".jsonl" else 40  # of the file's first page
+    changed = content[:-9] if damage == "cut" else content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
+    output.path.write_bytes(changed)
+    with pytest.raises(InvalidInputError, match=rf"--resume: {output.path} is damaged .*begin anew with --overwrite"):
+        output.check_whole(2)
+
+
+def test_an_output_of_fewer_records_is_not_whole(tmp_path: Path) -> None:
+    output = Output(tmp_path / "scores.parquet")
+    output.begin(MANIFEST, resume=False, overwrite=False)
+    output.write_part(0, [some_row(0)])
+    merge(output)
+    with pytest.raises(InvalidInputError, match="it holds 1 records., expected 2 records"):
+        output.check_whole(2)
 
 
 def test_a_file_in_the_place_of_the_folder_is_refused(output: Output) -> None:

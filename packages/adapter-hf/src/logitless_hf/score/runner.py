@@ -82,6 +82,7 @@ class _Run:
             complete = options.resume and output.is_complete()
             if complete:
                 refuse_other_run((output.metadata() or {}).get("run", {}), manifest, output.path)
+                output.check_whole(census.records)
                 if ranks.rank == 0:
                     output.tidy()
         if complete:

@@ -8,12 +8,13 @@ in order into the output, which is renamed into place in the same way, and only 
 Rank 0 holds a lock in the folder, so that no other run comes in. Where there are no locks, the newest run has the
 folder: the manifest bears its id, and an older one that finds another's stops before it writes.
 
-Parts are JSONL whatever the output is. Float32 scores are written with nine significant digits, which give the same
-float32 back.
+Parts are JSONL whatever the output is, and end with their own SHA-256. Float32 scores are written with nine significant
+digits, which give the same float32 back.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -25,15 +26,13 @@ from typing import IO, Any
 from uuid import uuid4
 
 from logitless.errors import InvalidInputError, LogitlessError
+from logitless_hf.score import parquet
 from logitless_hf.score.claim import hold
 from logitless_hf.score.mismatch import REPORT_SUFFIXES, MismatchReport
+from logitless_hf.score.parquet import ROLLOUT_COLUMNS, Row
 
-__all__ = ["ROLLOUT_COLUMNS", "Output", "Row", "row"]
+__all__ = ["ROLLOUT_COLUMNS", "Output", "Row", "refuse_other_run", "row"]
 
-Row = dict[str, Any]
-
-ROLLOUT_COLUMNS = ("rollout_log_probs", "rollout_delta")
-_MERGE_TOKENS = 1 << 18  # tokens to a Parquet row group: a few tens of MB while it is put together
 _OURS = re.compile(
     r"lock|(manifest\.json|part-\d{9,}\.jsonl|merged|metadata|report)(\.\d+\.tmp)?"
 )  # in the folder of parts
@@ -130,6 +129,19 @@ class Output:
         """Whether the output is there and no run is under way."""
         return self.path.exists() and not self._manifest.exists() and not self._has_parts()
 
+    def check_whole(self, records: int) -> None:
+        """Raise if the output is not as it was written, with so many records."""
+        try:
+            if self.path.suffix == ".parquet":
+                parquet.check(self.path, records)
+            elif (self.metadata() or {}).get("sha256") != _sha256_of_file(self.path):
+                raise ValueError(f"its SHA-256 is not the one in {self.meta_path.name}")
+        except (OSError, ValueError) as error:  # pyarrow's errors derive from them
+            raise InvalidInputError(
+                f"--resume: {self.path} is damaged ({error}), expected {records} records as they were scored; begin "
+                "anew with --overwrite"
+            ) from error
+
     def begin(self, run: dict[str, Any], *, resume: bool, overwrite: bool) -> None:
         """Claim the folder of parts until `close`, and make it or go on with it; raise if it is of another run."""
         try:
@@ -195,7 +207,8 @@ class Output:
     def write_part(self, part: int, rows: list[Row]) -> None:
         """Write a part's rows, all or none."""
         self._refuse_takeover()
-        self._write(self._part(part), "".join(json.dumps(row) + "\n" for row in rows))
+        content = "".join(json.dumps(row) + "\n" for row in rows).encode()
+        self._write(self._part(part), content + _seal(content))
 
     def merge(
         self,
@@ -215,14 +228,17 @@ class Output:
         target = self._temporary("merged")
         rows = _watched(self._merged(records, records_per_part), report, advance)
         if self.path.suffix == ".parquet":
-            self._merge_parquet(target, rows, metadata, double, rollout=report is not None)
+            parquet.write(target, (row for _, row in rows), metadata, double=double, rollout=report is not None)
         else:
-            with target.open("w", encoding="utf-8") as file:
+            digest = hashlib.sha256()
+            with target.open("wb") as file:
                 for line, _ in rows:
                     file.write(line)
+                    digest.update(line)
                 file.flush()
                 os.fsync(file.fileno())
             self._refuse_takeover()
+            metadata = {**metadata, "sha256": digest.hexdigest()}
             self._write(self.meta_path, json.dumps(metadata, indent=2) + "\n", name="metadata")
         self._refuse_takeover()
         files = {} if report is None else report.files()
@@ -239,64 +255,31 @@ class Output:
     def metadata(self) -> dict[str, Any] | None:
         """What a finished output says about itself; None if it is not one of ours."""
         try:
-            if self.path.suffix == ".parquet":
-                import pyarrow.parquet as pq
-
-                raw = (pq.read_schema(self.path).metadata or {})[b"logitless_score"]
-            else:
-                raw = self.meta_path.read_bytes()
-            found = json.loads(raw)
+            parquets = self.path.suffix == ".parquet"
+            found = parquet.metadata(self.path) if parquets else json.loads(self.meta_path.read_bytes())
         except (OSError, KeyError, ValueError):  # pyarrow's errors derive from ValueError
             return None
         return found if isinstance(found, dict) and isinstance(found.get("run"), dict) else None
 
-    def _merge_parquet(
-        self, target: Path, rows: Iterator[tuple[str, Row]], metadata: dict[str, Any], double: bool, *, rollout: bool
-    ) -> None:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        scores = pa.list_(pa.float64() if double else pa.float32())
-        schema = pa.schema(
-            {
-                "record": pa.int64(),
-                "token_ids": pa.list_(pa.int64()),
-                "tokens": pa.list_(pa.string()),
-                "log_probs": scores,
-                "entropy": scores,
-                "sum_log_prob": pa.float64(),
-                "mean_entropy": pa.float64(),
-                **({name: pa.list_(pa.float64()) for name in ROLLOUT_COLUMNS} if rollout else {}),
-            },
-            metadata={"logitless_score": json.dumps(metadata)},
-        )
-        with pq.ParquetWriter(target, schema) as writer:
-            for group in _row_groups(rows):
-                writer.write_table(pa.Table.from_pylist(group, schema=schema))
-        with target.open("rb") as file:
-            os.fsync(file.fileno())
-
-    def _merged(self, records: int, records_per_part: int) -> Iterator[tuple[str, Row]]:
+    def _merged(self, records: int, records_per_part: int) -> Iterator[tuple[bytes, Row]]:
         """All rows in order, each with its line; raise for a part that does not hold just its own records."""
         for part, first in enumerate(range(0, records, records_per_part)):
-            end = min(first + records_per_part, records)
-            record = first
+            expected = range(first, min(first + records_per_part, records))
             try:
-                with self._part(part).open(encoding="utf-8") as file:
-                    for record, line in enumerate(file, first):
-                        row: Row = json.loads(line)
-                        lengths = {len(row[name]) for name in ("token_ids", "tokens", "log_probs", "entropy")}
-                        if row["record"] != record or record >= end or len(lengths) > 1 or line[-1] != "\n":
-                            raise ValueError(f"another record, or not a whole one, stands in the place of {record}")
-                        yield line, row
-                        record += 1
-                if record < end:
-                    raise ValueError(f"record {record} is lacking")
-            except (OSError, ValueError, KeyError, TypeError) as error:
+                content = self._part(part).read_bytes()
+                body = content[:-_SEAL_BYTES]
+                if content[-_SEAL_BYTES:] != _seal(body):
+                    raise ValueError("its SHA-256 is not the one at its end")
+                lines = body.splitlines(keepends=True)
+                rows: list[Row] = [json.loads(line) for line in lines]
+                if [row["record"] for row in rows] != list(expected):
+                    raise ValueError("it holds other records")
+            except (OSError, ValueError) as error:
                 raise InvalidInputError(
-                    f"--output: the part {self._part(part)} is damaged at record {record} ({error}); expected records "
-                    f"{first} to {end - 1}. Remove this file, and give --resume to score them again"
+                    f"--output: the part {self._part(part)} is damaged ({error}); expected records {expected[0]} to "
+                    f"{expected[-1]}. Remove this file, and give --resume to score them again"
                 ) from error
+            yield from zip(lines, rows, strict=True)
 
     def _has_parts(self) -> bool:
         return any(self.folder.glob("part-*.jsonl"))
@@ -354,8 +337,8 @@ class Output:
 
 
 def _watched(
-    rows: Iterator[tuple[str, Row]], report: MismatchReport | None, advance: Callable[[], None] | None
-) -> Iterator[tuple[str, Row]]:
+    rows: Iterator[tuple[bytes, Row]], report: MismatchReport | None, advance: Callable[[], None] | None
+) -> Iterator[tuple[bytes, Row]]:
     for line, row in rows:
         if report is not None:
             report.see(row)
@@ -364,17 +347,20 @@ def _watched(
             advance()
 
 
-def _row_groups(rows: Iterator[tuple[str, Row]]) -> Iterator[list[Row]]:
-    group: list[Row] = []
-    tokens = 0
-    for _, row in rows:
-        group.append(row)
-        tokens += len(row["token_ids"])
-        if tokens >= _MERGE_TOKENS:
-            yield group
-            group, tokens = [], 0
-    if group:
-        yield group
+def _seal(content: bytes) -> bytes:
+    """The last line of a part."""
+    return hashlib.sha256(content).hexdigest().encode() + b"\n"
+
+
+_SEAL_BYTES = len(_seal(b""))
+
+
+def _sha256_of_file(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def refuse_other_run(there: dict[str, Any], wanted: dict[str, Any], where: Path) -> None:
