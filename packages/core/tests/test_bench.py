@@ -244,6 +244,11 @@ def test_shapes() -> None:
         chosen_shapes("s9", None, None, None, CPU)
 
 
+def test_logits_have_unit_variance() -> None:
+    inputs = Inputs(Shape("square", 200, 64, 200), torch.float32, CPU)
+    assert float((inputs.hidden @ inputs.weight.T).std()) == pytest.approx(1.0, abs=0.1)
+
+
 def test_named_peers() -> None:
     assert chosen_peers("all") == PEERS
     assert chosen_peers("none") == {}

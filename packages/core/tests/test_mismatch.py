@@ -73,6 +73,10 @@ def test_parts_add_up() -> None:
         assert asdict(parts) == pytest.approx(asdict(rollout_mismatch(TRAINER, ENGINE)))
 
 
+def test_of_one_token() -> None:
+    assert rollout_mismatch(TRAINER[1:2], ENGINE[1:2]).mean_abs_delta == pytest.approx(0.2)
+
+
 def test_of_no_tokens() -> None:
     for found in (rollout_mismatch(TRAINER[:0], ENGINE[:0]), rollout_mismatch(TRAINER, ENGINE, torch.zeros(4))):
         assert found == Mismatch()

@@ -306,6 +306,7 @@ def test_gradients_flow_through_pack_and_unpack() -> None:
         (lambda: PackedBatch.from_padded(IDS, ONES.T), InvalidInputError, "attention_mask: got (3, 2), expected shape"),
         (lambda: PackedBatch.from_padded(IDS, 2 * ONES), InvalidInputError, "got values other than 0 and 1"),
         (lambda: PackedBatch.from_padded(IDS, ONES, align=0), InvalidInputError, "align: got 0"),
+        (lambda: PackedBatch.from_padded(IDS, ONES, align=True), InvalidInputError, "align: got True"),
         (lambda: PackedBatch.from_padded(IDS, ONES, loss_mask=ONES[0]), InvalidInputError, "loss_mask: got (3,)"),
         (
             lambda: PackedBatch.from_padded(IDS, ONES.to("meta")),

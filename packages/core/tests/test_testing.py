@@ -26,7 +26,9 @@ from logitless.testing import (
     installed,
     random_example,
 )
+from logitless.testing._conformance import OPTIONS
 from logitless.testing.conformance import BackendConformance
+from logitless.testing.divergence import DivergenceConformance, check_divergence, random_divergence
 from logitless.types import Forwarded, Gradients, PolicyResult, Problem, Request
 
 
@@ -331,6 +333,27 @@ def test_check_is_red_on_its_defect(name: str) -> None:
         run_check(name, defect, arguments)
 
 
+@pytest.mark.parametrize("field", ["log_probs", "d_hidden", "d_weight"])
+def test_the_cases_own_values_count(field: str) -> None:
+    case = cases()[0]
+    wrong = replace(case, data={**case.data, field: (1.01 * torch.tensor(case.data[field])).tolist()})
+    with pytest.raises((AssertionError, pytest.fail.Exception)):
+        run_check("test_cases", ReferenceBackend, {"dtype": torch.float64, "case": wrong})
+
+
+@pytest.mark.parametrize("kit", [BackendConformance, DivergenceConformance])
+def test_no_parameter_of_a_check_is_given_twice(kit: type) -> None:
+    for name, check in inspect.getmembers(kit, inspect.isfunction):
+        for mark in getattr(check, "pytestmark", ()):
+            values = [repr(value) for value in mark.args[1]]
+            assert len(set(values)) == len(values), name
+
+
+def test_all_options_together_are_those_of_each() -> None:
+    of_each = {key for name, option in OPTIONS.items() if name != "all" for key in option}
+    assert {key for key, value in OPTIONS["all"].items() if value} == of_each - {"temperature"}
+
+
 # The subclass
 
 
@@ -415,6 +438,28 @@ def test_a_score_that_is_off_is_seen(value: float) -> None:
         check_scores(replace(got, log_probs=got.log_probs.detach().index_fill(0, torch.tensor(2), value)), example)
     with pytest.raises(AssertionError, match="for ignored tokens, expected exactly 0"):
         check_scores(replace(got, log_probs=got.log_probs.detach().index_fill(0, torch.tensor(1), value)), example)
+
+
+def test_a_divergence_below_zero_is_seen() -> None:
+    case = random_divergence(9, dtype=torch.float64)
+    case = replace(case, teacher=case.student)
+    value, grads = case.truth()
+    check_divergence((value, grads), case)
+    with pytest.raises(pytest.fail.Exception, match="a divergence is negative"):
+        check_divergence((value - 1e-16 * case.student.live, grads), case)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_a_divergences_gradient_that_is_off_is_seen(dtype: torch.dtype) -> None:
+    case = random_divergence(30, dtype=dtype)
+    value, grads = case.truth()
+    got = value.to(torch.promote_types(dtype, torch.float32))
+    rounded = {name: None if grad is None else grad.to(dtype) for name, grad in grads.items()}
+    check_divergence((got, rounded), case)
+    size = {torch.float16: 4e-3, torch.bfloat16: 2e-2, torch.float32: 1e-4, torch.float64: 1e-9}[dtype]
+    off = {name: None if grad is None else (grad * (1 + size)).to(dtype) for name, grad in grads.items()}
+    with pytest.raises(pytest.fail.Exception, match="L2 error"):
+        check_divergence((got, off), case)
 
 
 # Memory
