@@ -209,10 +209,10 @@ def test_a_backend_that_does_not_name_a_feature_is_never_asked(asked: dict[str, 
     class Older(ReferenceBackend):
         name = "older"
         priority = 100
+        features = frozenset()
 
     class Newer(ReferenceBackend):
         name = "newer"
-        features = frozenset({"kept_set", "several_labels", "stats", "top_k_log_probs"})
 
     request = replace(REQUEST, **asked)
     with installed(Older(), Newer(), alone=True):

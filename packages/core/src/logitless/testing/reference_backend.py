@@ -19,7 +19,7 @@ from torch import Tensor
 
 from logitless import _registry
 from logitless.head import LMHead
-from logitless.reference import head_logits, linear_kl, linear_log_probs
+from logitless.reference import head_logits, keep, linear_kl, linear_log_probs, top_k_log_probs
 from logitless.types import (
     PROTOCOL,
     Adapter,
@@ -63,6 +63,7 @@ class ReferenceBackend:
     name = "reference"
     priority = -100  # never chosen where another can serve
     protocol = PROTOCOL
+    features: frozenset[str] = frozenset({"kept_set", "several_labels", "stats", "top_k_log_probs"})
 
     def supports(self, request: Request) -> str | None:
         """A sharded vocabulary is not served."""
@@ -75,12 +76,18 @@ class ReferenceBackend:
     def forward(self, problem: Problem, *, entropy: bool, entropy_grad: bool, kept_shape: tuple[int, ...]) -> Forwarded:
         """Scores of the live tokens."""
         hidden, head, labels, temperature = _inputs(problem)
-        out = linear_log_probs(hidden, head, labels, temperature=temperature, ignore_index=-1)
+        asked: dict[str, Any] = {"top_k": problem.top_k, "top_p": problem.top_p, "stats": problem.stats}
+        out = linear_log_probs(hidden, head, labels, temperature=temperature, ignore_index=-1, **asked)
         bounded = None
         if entropy and out.entropy is not None:
             bounded = out.entropy.clamp(0.0, math.log(problem.vocab_size))
-        kept = hidden.new_zeros(kept_shape, dtype=torch.uint8)
-        return Forwarded(out.log_probs, bounded, out.log_probs.new_zeros(4, len(labels)), kept)
+        each = labels.unsqueeze(1) if labels.ndim == 1 else labels
+        more = each.shape[1] if labels.ndim == 2 or problem.top_k is not None or problem.top_p is not None else 0
+        stats = out.log_probs.new_zeros(4 + more, len(labels))
+        extras = None
+        if out.stats is not None:
+            extras = torch.cat([out.stats[name].to(stats.dtype).reshape(len(labels), -1).T for name in problem.stats])
+        return Forwarded(out.log_probs, bounded, stats, hidden.new_zeros(kept_shape, dtype=torch.uint8), extras)
 
     def backward(
         self,
@@ -92,12 +99,20 @@ class ReferenceBackend:
         needs: Needs,
         grad_buffer: Tensor | None,
     ) -> Gradients:
-        """dz = g·(onehot − p) − e·p·(log p + H), through 1/T, the softcap and the scale, and dz's products."""
+        """dz = g·(onehot − p) − e·p·(log p + H), through 1/T, the softcap and the scale, and dz's products.
+
+        p is 0 at tokens that are not kept; the first term of a label that is not is smaller by its share, were it kept.
+        """
         hidden, head, labels, temperature = _inputs(problem)
         z = head_logits(hidden, head, temperature)
-        log_p = z.log_softmax(-1)
-        p, log_p = log_p.exp(), log_p.masked_fill(z.isinf(), 0.0)
-        dz = grad_log_probs.unsqueeze(1) * (torch.nn.functional.one_hot(labels, z.shape[1]) - p)
+        kept_z = z.masked_fill(~keep(z, problem.top_k, problem.top_p), float("-inf"))
+        log_p = kept_z.log_softmax(-1)
+        p, log_p = log_p.exp(), log_p.masked_fill(kept_z.isinf(), 0.0)
+        label_nK, g_nK = (x.unsqueeze(1) if x.ndim == 1 else x for x in (labels, grad_log_probs))
+        own = z.gather(1, label_nK)
+        added = torch.sigmoid(kept_z.logsumexp(1, keepdim=True) - own)
+        g_nK = torch.where(kept_z.gather(1, label_nK) == own, g_nK, g_nK * added)
+        dz = (-g_nK.sum(1, keepdim=True) * p).scatter_add(1, label_nK, g_nK)
         if grad_entropy is not None:
             entropy = -(p * log_p).sum(1, keepdim=True)
             dz = dz - grad_entropy.unsqueeze(1) * p * (log_p + entropy)
@@ -113,6 +128,11 @@ class ReferenceBackend:
         if grads is not None:
             gradients = self.backward(_widened(problem), out.stats, out.kept, *grads, needs, grad_buffer)
         return PolicyResult(out.log_probs, out.entropy, gradients)
+
+    def top_k_log_probs(self, problem: Problem, k: int) -> tuple[Tensor, Tensor]:
+        """Ids and log-probs [n, k], largest first."""
+        hidden, head, _, temperature = _inputs(problem)
+        return top_k_log_probs(hidden, head, k, temperature=temperature)
 
     def kl_forward(self, student: Problem, teacher: Problem, *, direction: str, beta: float) -> tuple[Tensor, Tensor]:
         """Divergences of the live tokens, and no statistics."""
@@ -227,16 +247,14 @@ def installed(*plugins: Backend | Adapter, alone: bool = False) -> Iterator[None
 
     Args:
         plugins: objects, or classes that take no argument.
-        alone: hide what is really installed of the kinds that are given.
+        alone: hide the backends and adapters that are really installed.
     """
     found = importlib.metadata.entry_points
 
     def entry_points(*, group: str) -> list[Any]:
-        given = [plugin for plugin in plugins if _group(plugin) == group]
-        return [
-            *(() if alone and given else found(group=group)),
-            *(_Installed(plugin.name, plugin) for plugin in given),
-        ]
+        hidden = alone and group in (_registry.BACKENDS, _registry.ADAPTERS)
+        given = [_Installed(plugin.name, plugin) for plugin in plugins if _group(plugin) == group]
+        return [*(() if hidden else found(group=group)), *given]
 
     caches = (_registry._entries, _registry._attempt)
     try:
