@@ -12,6 +12,7 @@ import re
 import runpy
 import shlex
 import sys
+import traceback
 from collections.abc import Iterator
 from doctest import ELLIPSIS, NORMALIZE_WHITESPACE
 from itertools import groupby
@@ -30,6 +31,7 @@ from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 import logitless_mcore
 from logitless import cli, errors
 from logitless.testing.distributed import run_ranks
+from logitless_hf.score import records
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -183,12 +185,18 @@ def check_commands(example: Example) -> None:
         check_command(words)
 
 
+def check_records(example: Example) -> None:
+    for i, line in enumerate(example.parsed.splitlines()):
+        records.parse(line.encode(), records.Place(Path(example.path), i))
+
+
 # --- the pages ------------------------------------------------------------------------------------------------------
 
 SYBIL = Sybil(
     parsers=[
         PythonCodeBlockParser(doctest_optionflags=ELLIPSIS | NORMALIZE_WHITESPACE),
         CodeBlockParser(language="bash", evaluator=check_commands),
+        CodeBlockParser(language="jsonl", evaluator=check_records),
         SkipParser(),
     ]
 )
@@ -202,7 +210,7 @@ def run_page(page: Path, given: dict[str, Any]) -> list[tuple[int, str]]:
         if isinstance(example.region.evaluator, Skipper):
             example.evaluate()
             continue
-        if example.region.evaluator is not check_commands:
+        if example.region.evaluator not in (check_commands, check_records):
             compile(getattr(example.parsed, "source", example.parsed), f"{page}, line {example.line}", "exec")
         try:
             example.evaluate()
@@ -218,7 +226,8 @@ def run_megatron_page(rank: int, size: int, page: Path, given: dict[str, Any]) -
     with megatron_cpu.parallel():
         model = megatron_cpu.build_gpt(AutoConfig.from_pretrained(given["path"]))
         logitless_mcore.load_hf_weights(model, given["path"])
-        return run_page(page, {**given, "model": model, "config": model.config})
+        names = {"model": model, "config": model.config, "hf_config": AutoConfig.from_pretrained(given["path"])}
+        return run_page(page, {**given, **names})
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -239,6 +248,29 @@ def test_blocks_run_in_order(
             pytest.skip(reason)
 
 
+@pytest.mark.parametrize(
+    ("page", "fault"),
+    [
+        ("```python\nx = 1\n```\n\n```python\nassert x == 2\n```\n", "assert x == 2"),
+        ("```python\n>>> int('a')\nTraceback (most recent call last):\n    ...\nValueError: b\n```\n", "ValueError: b"),
+        ("```bash\nlogitless scores\n```\n", "No such command"),
+        ('```jsonl\n{"prompt": "a"}\n```\n', "line 1"),
+        ('<!-- skip: next "no GPU" -->\n```python\nx = = 1\n```\n', "invalid syntax"),
+        ("<!-- invisible-code-block: python\nassert False\n-->\n", "assert False"),
+    ],
+)
+def test_a_wrong_block_is_told(page: str, fault: str, tmp_path: Path) -> None:
+    (tmp_path / "page.md").write_text(page)
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        run_page(tmp_path / "page.md", {})
+    assert fault in "".join(traceback.format_exception(caught.value))
+
+
+def test_a_skipped_block_is_told_with_its_reason(tmp_path: Path) -> None:
+    (tmp_path / "page.md").write_text('<!-- skip: next "no GPU" -->\n```python\nassert False\n```\n')
+    assert run_page(tmp_path / "page.md", {}) == [(2, "no GPU")]
+
+
 def test_commands_stand_where_they_are_checked() -> None:
     for page in PAGES:
         for language, block in re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE):
@@ -257,6 +289,15 @@ def test_pictures_are_what_their_script_draws() -> None:
     drawn = runpy.run_path(str(ROOT / "docs" / "pictures.py"))["PICTURES"]
     written = {path.stem: path.read_text() for path in (ROOT / "docs" / "pictures").glob("*.svg")}
     assert written == {name: draw() for name, draw in drawn.items()}, "run docs/pictures.py"
+
+
+@pytest.mark.parametrize("name", ["doctor", "score", "bench", "tune"])
+def test_each_option_is_told(name: str) -> None:
+    page = (ROOT / "docs" / "commands.md").read_text()
+    group = typer.main.get_command(cli.app)
+    with group.make_context("logitless", [name]) as context:
+        for parameter in group.get_command(context, name).params:
+            assert any(f"`{option}`" in page for option in parameter.opts), parameter.opts
 
 
 @pytest.mark.parametrize("name", errors.__all__)
