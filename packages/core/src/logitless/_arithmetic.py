@@ -6,13 +6,14 @@ The settings are the process's, not a thread's: the first call that runs changes
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
-__all__ = ["plain_arithmetic", "whole_sums"]
+__all__ = ["plain_arithmetic"]
 
 _SHORT_SUMS = (
     "allow_bf16_reduced_precision_reduction",  # torch's default: cuBLAS may add parts of a sum in bfloat16
@@ -21,58 +22,49 @@ _SHORT_SUMS = (
 )
 
 
-@contextmanager
-def whole_sums() -> Iterator[None]:
-    """cuBLAS sums half-precision products in float32 throughout, whatever the program allows it."""
-    matmul: Any = torch.backends.cuda.matmul
-    allowed = [name for name in _SHORT_SUMS if getattr(matmul, name, False)]
-    split = {name: getattr(matmul, f"{name}_split_k", True) for name in allowed}
-    for name in allowed:
-        setattr(matmul, name, False)
-    try:
-        yield
-    finally:
-        for name in allowed:
-            setattr(matmul, name, True if split[name] else (True, False))
-
-
-@contextmanager
-def _whole_products() -> Iterator[None]:
-    """No TF32 or bfloat16 in float32 products."""
+def _made_plain() -> list[Callable[[], object]]:
+    """Change what must be changed; returns what puts it back."""
     backends: Any = torch.backends
-    with ExitStack() as stack:
-        try:
-            precision = torch.get_float32_matmul_precision()
-        except RuntimeError:  # the program uses torch's newer settings, and the older ones raise beside them
-            for matmul in (backends.cuda.matmul, backends.mkldnn.matmul):
-                if matmul.fp32_precision != "ieee":
-                    stack.callback(setattr, matmul, "fp32_precision", matmul.fp32_precision)
-                    matmul.fp32_precision = "ieee"
-        else:
-            if precision != "highest":
-                stack.callback(torch.set_float32_matmul_precision, precision)
-                torch.set_float32_matmul_precision("highest")
-        yield
+    matmul = backends.cuda.matmul
+    undo: list[Callable[[], object]] = []
+    try:
+        precision = torch.get_float32_matmul_precision()
+    except RuntimeError:  # the program uses torch's newer settings, and the older ones raise beside them
+        for own in (matmul, backends.mkldnn.matmul):
+            if own.fp32_precision != "ieee":
+                undo.append(partial(setattr, own, "fp32_precision", own.fp32_precision))
+                own.fp32_precision = "ieee"
+    else:
+        if precision != "highest":  # TF32 or bfloat16 in float32 products
+            undo.append(partial(torch.set_float32_matmul_precision, precision))
+            torch.set_float32_matmul_precision("highest")
+    for name in _SHORT_SUMS:
+        if getattr(matmul, name, False):
+            split = getattr(matmul, f"{name}_split_k", True)
+            undo.append(partial(setattr, matmul, name, True if split else (True, False)))
+            setattr(matmul, name, False)
+    return undo
 
 
 class _Settings:
     """The process's settings while calls run, in any number of threads."""
 
     def __init__(self) -> None:
-        self._lock, self._users, self._changed = threading.Lock(), 0, ExitStack()
+        self._lock, self._users = threading.Lock(), 0
+        self._undo: list[Callable[[], object]] = []
 
     def __enter__(self) -> None:
         with self._lock:
             if not self._users:
-                self._changed.enter_context(_whole_products())
-                self._changed.enter_context(whole_sums())
+                self._undo = _made_plain()
             self._users += 1
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
             self._users -= 1
             if not self._users:
-                self._changed.close()
+                for put_back in self._undo:
+                    put_back()
 
 
 _settings = _Settings()
@@ -80,7 +72,7 @@ _settings = _Settings()
 
 @contextmanager
 def plain_arithmetic(device: torch.device) -> Iterator[None]:
-    """Products as the backend wrote them: no autocast of its fp32 sums, no TF32 or bf16 in its fp32 products.
+    """No autocast of a backend's fp32 sums, no TF32 or bf16 in its fp32 products, cuBLAS's sums in fp32 throughout.
 
     The device is made the current one: a kernel is launched there, wherever its tensors are.
     """
