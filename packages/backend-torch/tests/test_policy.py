@@ -256,9 +256,10 @@ def test_grad_buffer_is_filled_in_the_forward() -> None:
     loss.backward()
     assert tensors["weight"].grad is None
     torch.testing.assert_close(tensors["hidden"].grad, expected[0])
-    again, _ = linear_policy_loss(tensors["hidden"], head, labels, loss_fn, temperature=temperature)
-    with pytest.raises(InvalidInputError, match=r"upstream gradient of 2\.0 with grad_buffer, expected 1"):
-        (2 * again).backward()
+    for factor in (2.0, 0.5):
+        again, _ = linear_policy_loss(tensors["hidden"], head, labels, loss_fn, temperature=temperature)
+        with pytest.raises(InvalidInputError, match=f"upstream gradient of {factor} with grad_buffer, expected 1"):
+            (factor * again).backward()
 
 
 def test_second_backward_is_refused() -> None:

@@ -354,6 +354,13 @@ def test_all_options_together_are_those_of_each() -> None:
     assert {key for key, value in OPTIONS["all"].items() if value} == of_each - {"temperature"}
 
 
+def test_upstream_gradients_are_scaled() -> None:
+    example = random_example(5)
+    scaled_up = example.scale_upstream(3.0)
+    torch.testing.assert_close(scaled_up.grad_log_probs, 3.0 * example.grad_log_probs)
+    torch.testing.assert_close(scaled_up.grad_entropy, 3.0 * example.grad_entropy)
+
+
 # The subclass
 
 

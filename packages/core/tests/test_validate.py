@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -86,6 +87,7 @@ VALUES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "weight-empty": ({"head": torch.zeros(0, D)}, ["head.weight: got shape (0, 4)", "vocab rows >= 1"]),
     "weight-elsewhere": ({"head": WEIGHT.to("meta")}, ["head.weight: is on meta", "hidden is on cpu", "move one"]),
     "bias-short": ({"head": LMHead(WEIGHT, torch.zeros(D))}, ["head.bias: got shape (4,)", "expected (7,)"]),
+    "scale-low": ({"head": LMHead(WEIGHT, scale=-math.inf)}, ["head.scale: got -inf", "a finite number"]),
     "scale-nan": ({"head": LMHead(WEIGHT, scale=float("nan"))}, ["head.scale: got nan", "a finite number"]),
     "softcap-zero": ({"head": LMHead(WEIGHT, softcap=0.0)}, ["head.softcap: got 0.0", "a positive finite number"]),
     "vocab-size-zero": ({"head": LMHead(WEIGHT, vocab_size=0)}, ["head.vocab_size: got 0", "at least 1"]),
