@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
+
+sys.path.insert(0, str(Path(__file__).parent))  # `full_logits`, a helper of these tests
 
 HAS_GPU = torch.cuda.is_available()
 

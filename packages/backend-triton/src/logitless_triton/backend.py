@@ -28,6 +28,7 @@ class TritonBackend:
     priority = 10
     protocol = 1
     speculates = True
+    features = frozenset({"kept_set", "several_labels", "stats", "top_k_log_probs"})
 
     def supports(self, request: Request) -> str | None:
         """None, or why a request cannot be served: device, dtypes, or what is missing."""
@@ -44,9 +45,13 @@ class TritonBackend:
         return str(plan(request, keep_bytes))
 
     def forward(self, problem: Problem, *, entropy: bool, entropy_grad: bool, kept_shape: tuple[int, ...]) -> Forwarded:
-        """`logitless_triton.forward.forward`."""
+        """`logitless_triton.forward.forward`, or where logits have to be held `logitless_triton.held.forward`."""
+        from logitless_triton import held
         from logitless_triton.forward import forward
 
+        if held.needs_logits(problem):
+            found: Forwarded = held.forward(problem, entropy=entropy)
+            return found
         return forward(problem, entropy=entropy, entropy_grad=entropy_grad, kept_shape=kept_shape)
 
     def backward(
@@ -71,6 +76,13 @@ class TritonBackend:
         from logitless_triton.policy import policy_loss
 
         return policy_loss(problem, entropy=entropy, token_loss=token_loss, needs=needs, grad_buffer=grad_buffer)
+
+    def top_k_log_probs(self, problem: Problem, k: int) -> tuple[Tensor, Tensor]:
+        """`logitless_triton.best.top_k_log_probs`."""
+        from logitless_triton.best import top_k_log_probs
+
+        found: tuple[Tensor, Tensor] = top_k_log_probs(problem, k)
+        return found
 
     def kl_forward(self, student: Problem, teacher: Problem, *, direction: str, beta: float) -> tuple[Tensor, Tensor]:
         """`logitless_triton.kl.kl_forward`."""
@@ -149,7 +161,21 @@ def _pair(hidden: torch.dtype, weight: torch.dtype, device: torch.device) -> str
     return None
 
 
+NAMES = {
+    "kept_set": "top_k and top_p",
+    "several_labels": "several labels",
+    "stats": "stats",
+    "top_k_log_probs": "top_k_log_probs",
+}
+"""Features as the user knows them."""
+
+
 def _untried(request: Request) -> str | None:
-    if request.ref_dtypes is not None and request.device.type == "cuda" and not os.environ.get(UNTRIED):
-        return f"its linear_kl has not been run on a GPU yet; take the torch backend, or try it with {UNTRIED}=1"
-    return None
+    if request.device.type != "cuda" or os.environ.get(UNTRIED):
+        return None
+    asked = ["linear_kl"] if request.ref_dtypes is not None else []
+    asked += [name for feature, name in NAMES.items() if feature in request.features]
+    if not asked:
+        return None
+    verb = "has" if asked in (["linear_kl"], ["top_k_log_probs"]) else "have"
+    return f"its {', '.join(asked)} {verb} not been run on a GPU yet; take the torch backend, or set {UNTRIED}=1"

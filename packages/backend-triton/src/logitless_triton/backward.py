@@ -11,7 +11,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from logitless.types import Gradients, Needs, Problem
-from logitless_triton.dz import coefficients, dz_from_kept, dz_from_logits
+from logitless_triton.dz import coefficients, dz_from_kept, dz_from_logits, label_coefficients
 from logitless_triton.kept import DIFFERENCES, EXPONENTIALS, Kept
 from logitless_triton.layout import Blocks
 from logitless_triton.rounding import scale_rows
@@ -21,13 +21,13 @@ from logitless_triton.sums import Sums, matmul, pass_scale
 __all__ = ["Grads", "backward", "backward_pass"]
 
 Grads = tuple[Tensor, Tensor | None]
-"""Upstream gradients of log_prob [m] and entropy [m]."""
+"""Upstream gradients of log_prob [m] or [m, K], and entropy [m]."""
 
 
 def backward_pass(
     work: Work, rows: Rows, kept: Kept, stats: Tensor, grads: Grads, sums: Sums, at: int, *, consume: bool = False
 ) -> None:
-    """Add the gradients of a block of rows, the tokens from `at` on, to the sums; stats [4, m] are theirs.
+    """Add the gradients of a block of rows, the tokens from `at` on, to the sums; stats are theirs.
 
     Args:
         consume: what was kept may be overwritten by its dz.
@@ -41,7 +41,8 @@ def backward_pass(
         first = kept.columns
         if first == valid:
             return
-    coefs = coefficients(work, rows.f, stats, *grads, dz_scale)
+    make = coefficients if stats.shape[0] == 4 else label_coefficients
+    coefs = make(work, rows, stats, *grads, dz_scale)
     entropy = grads[1] is not None
     if kept.mode == DIFFERENCES and consume and not sums.scaled:
         dz = kept.body.view(work.operand)[:, : kept.columns]  # type: ignore[union-attr]
@@ -95,7 +96,7 @@ def backward(
     needs: Needs,
     grad_buffer: Tensor | None,
 ) -> Gradients:
-    """Gradients for upstream [n] gradients; the products of those that nobody needs are not run."""
+    """Gradients for upstream [n] (and [n, K]) gradients; the products of those that nobody needs are not run."""
     work = Work(problem)
     parts = Kept.of(work, kept, work.n) if work.n else Kept()
     sums = Sums(work, needs, grad_buffer)

@@ -5,6 +5,11 @@
     dz at the label = −g·k·expm1(log p) − e·k·p·(log p + H)
 
 The label's element is taken from log_prob: 1 − p would lose its digits where p is near 1.
+
+Over a kept set p is 0 below the line. A label that is not kept was scored as if it alone were added, with c of the mass
+left to the others, so its g counts c times for them. Of several labels, with G = Σ g·c in A's place of g,
+
+    dz at a label y = −Σ_{labels that are y} g·k·expm1(log p') − (G − Σ_{labels that are y} g)·k·p − e·k·p·(log p + H)
 """
 
 # mypy: ignore-errors
@@ -12,8 +17,10 @@ The label's element is taken from log_prob: 1 − p would lose its digits where 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -21,7 +28,7 @@ from torch import Tensor
 from logitless_triton.kept import Kept, expm1
 from logitless_triton.tile import FLOOR, LN2, ceil_div, descriptor, halves, place, raw_logits
 
-__all__ = ["coefficients", "dz_from_kept", "dz_from_logits"]
+__all__ = ["coefficients", "dz_from_kept", "dz_from_logits", "label_coefficients"]
 
 _LN2 = tl.constexpr(LN2)
 
@@ -52,8 +59,9 @@ def _coefficients_kernel(
     tl.store(out + 2 * N + offs, label, mask=inside)
 
 
-def coefficients(work: Any, f: Tensor, stats: Tensor, g: Tensor, e: Tensor | None, dz_scale: Tensor | None) -> Tensor:
+def coefficients(work: Any, rows: Any, stats: Tensor, g: Tensor, e: Tensor | None, dz_scale: Tensor | None) -> Tensor:
     """[3, m]: A, B and dz at the label."""
+    f = rows.f
     out = work.empty(3, f.shape[0])
     if f.shape[0]:
         _coefficients_kernel[(ceil_div(f.shape[0], 256),)](
@@ -74,8 +82,40 @@ def coefficients(work: Any, f: Tensor, stats: Tensor, g: Tensor, e: Tensor | Non
     return out
 
 
+def label_coefficients(
+    work: Any, rows: Any, stats: Tensor, g: Tensor, e: Tensor | None, dz_scale: Tensor | None
+) -> Tensor:
+    """[2 + K, m]: A, B and dz at each label; where labels are the same token they have the same.
+
+    Args:
+        stats: [4 + K, m], the forward's (`logitless_triton.held.HeldScores`).
+        g: [m] or [m, K].
+    """
+    entropy, coded = stats[2].unsqueeze(1), stats[4:].T  # [m, K]
+    labels = rows.labels.view(coded.shape)
+    k = (rows.f * work.head.slope).unsqueeze(1)
+    k = k if dz_scale is None else k * dz_scale
+    g = g.reshape(coded.shape) * k
+    is_added = coded > 0.0
+    log_p = -coded.abs()
+    share = torch.where(is_added, -log_p.expm1(), 1.0)
+    same = torch.zeros_like(g)  # Σ g over the labels that are the same token, in the order of the labels
+    for i in range(g.shape[1]):
+        same += g[:, i : i + 1].where(labels == labels[:, i : i + 1], 0.0)
+    whole = (g * share).sum(1, keepdim=True)
+    p = torch.where(is_added, 0.0, log_p.exp())
+    at_labels = -log_p.expm1() * same - p * (whole - same)
+    a, b = -whole, torch.zeros_like(whole)
+    if e is not None:
+        upstream = e.unsqueeze(1) * k
+        a, b = a - upstream * entropy, -math.log(2.0) * upstream
+        at_labels -= upstream * p * (log_p.clamp(min=-1e4) + entropy)
+    return torch.cat((a, b, at_labels), 1).T.contiguous()
+
+
 @triton.jit
 def _row_facts(stats, coefs, f_ptr, label_ptr, rows, inside, N, stride_stats, stride_coefs, col0):
+    """A row's numbers, and of its first label where it is, and dz there."""
     f = tl.load(f_ptr + rows, mask=inside, other=0.0)
     M = tl.load(stats + rows, mask=inside, other=0.0)
     log_s = tl.load(stats + stride_stats + rows, mask=inside, other=0.0)
@@ -103,6 +143,7 @@ def _recompute_kernel(
     D,
     R,
     col0,
+    labels,
     pre,
     stride_hn,
     stride_hd,
@@ -128,6 +169,8 @@ def _recompute_kernel(
     SOFTCAP: tl.constexpr,
     NEGATE: tl.constexpr,
     INFINITE: tl.constexpr,
+    TRUNCATED: tl.constexpr,
+    SEVERAL: tl.constexpr,
 ):
     num_m = (N + BM - 1) // BM
     num_n = (V + BN - 1) // BN
@@ -172,8 +215,17 @@ def _recompute_kernel(
         if INFINITE:
             q = tl.maximum(q, FLOOR, propagate_nan=tl.PropagateNan.ALL)
         p = tl.exp2(q)
+        if TRUNCATED:
+            line = tl.load(stats + 3 * stride_stats + rows, mask=inside, other=0.0)
+            p = tl.where(x < line[:, None], 0.0, p)
         dz = p * (a[:, None] + b[:, None] * q) if ENTROPY else p * a[:, None]
-        dz = tl.where(cols[None, :] == label.to(tl.int32)[:, None], at_label[:, None], dz)
+        if SEVERAL:
+            for i in range(labels):
+                own = tl.load(label_ptr + i * N + rows, mask=inside, other=-1) - col0
+                value = tl.load(coefs + (2 + i) * stride_coefs + rows, mask=inside, other=0.0)
+                dz = tl.where(cols[None, :] == own.to(tl.int32)[:, None], value[:, None], dz)
+        else:
+            dz = tl.where(cols[None, :] == label.to(tl.int32)[:, None], at_label[:, None], dz)
         if SOFTCAP:
             dz *= 1.0 - x * x
         if TMA:
@@ -190,8 +242,8 @@ def dz_from_logits(work: Any, rows: Any, stats: Tensor, coefs: Tensor, start: in
 
     Args:
         rows: the block's `Rows`; its labels are rows of this rank's whole weight.
-        stats: [4, m], the forward's.
-        coefs: [3, m] of `coefficients`.
+        stats: [4, m] or [4 + K, m], the forward's.
+        coefs: [3, m] of `coefficients`, or [2 + K, m] of `label_coefficients`.
         entropy: whether the entropy has an upstream gradient.
     """
     tile = work.config.dz
@@ -199,7 +251,7 @@ def dz_from_logits(work: Any, rows: Any, stats: Tensor, coefs: Tensor, start: in
     tiles = ceil_div(rows.count, tile.rows) * ceil_div(head.valid, tile.columns)
     if not tiles:
         return
-    programs, tma = work.programs(tile), False
+    programs, tma, several = work.programs(tile), False, rows.labels.ndim == 2
     h, w, target = rows.hidden, head.weight, out
     if work.device.has_tma:
         described = (
@@ -217,7 +269,7 @@ def dz_from_logits(work: Any, rows: Any, stats: Tensor, coefs: Tensor, start: in
         rows.lora_u,
         head.lora_b,
         rows.f,
-        rows.labels,
+        rows.labels.T.contiguous() if several else rows.labels,
         stats,
         coefs,
         rows.count,
@@ -225,6 +277,7 @@ def dz_from_logits(work: Any, rows: Any, stats: Tensor, coefs: Tensor, start: in
         head.hidden_size,
         head.rank,
         start,
+        rows.labels.shape[1] if several else 1,
         head.pre,
         *rows.hidden.stride(),
         *head.weight.stride(),
@@ -240,12 +293,14 @@ def dz_from_logits(work: Any, rows: Any, stats: Tensor, coefs: Tensor, start: in
         GROUP=tile.group,
         PROGRAMS=programs,
         TMA=tma,
-        FLATTEN=tma and not head.rank,
+        FLATTEN=tma and not head.rank and not several,
         OUT_TYPE=_TYPES[str(out.dtype)],
         ENTROPY=entropy,
         SOFTCAP=head.softcap,
         NEGATE=head.negate,
         INFINITE=head.bias is not None,
+        TRUNCATED=work.truncated,
+        SEVERAL=several,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )

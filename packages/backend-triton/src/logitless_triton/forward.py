@@ -20,12 +20,13 @@ from logitless.types import Forwarded, Problem
 from logitless_triton.combine import combine, label_logits
 from logitless_triton.config import Tile
 from logitless_triton.kept import DIFFERENCES, EXPONENTIALS, NOTHING, Kept, finish_exponentials, reference_logits
+from logitless_triton.layout import LOGITS
 from logitless_triton.rows import Rows, Work
 from logitless_triton.tile import FLOOR, ceil_div, descriptor, halves, place, raw_logits
 
-__all__ = ["Scores", "forward", "forward_pass"]
+__all__ = ["Scores", "forward", "forward_pass", "scan"]
 
-_DIFFERENCES, _EXPONENTIALS = tl.constexpr(DIFFERENCES), tl.constexpr(EXPONENTIALS)
+_DIFFERENCES, _LOGITS = tl.constexpr(DIFFERENCES), tl.constexpr(LOGITS)
 _LOWEST = tl.constexpr(-1.0e30)
 
 
@@ -131,13 +132,23 @@ def _forward_kernel(
                 q = d.to(KEPT_TYPE)
                 at = pn.to(tl.int64) * stride_maxima + rows
                 tl.store(maxima + at, m, mask=rows < tl.where(pn * BN < kept_columns, N, 0))
+            elif KEEP == _LOGITS:
+                q = x
             else:
                 above = (m - tl.load(reference_ptr + rows, mask=inside, other=0.0)) * f
                 q = (e * tl.exp2(tl.minimum(above, 126.0))[:, None]).to(KEPT_TYPE)
             if TMA_KEPT:
                 left, right = halves(q, BM, BN)
-                kept.store([pm * BM, pn * BN], left)
-                kept.store([pm * BM, pn * BN + BN // 2], right)
+                if KEEP == _LOGITS:  # twice as wide as what is kept in half precision, so in quarters
+                    first, second = halves(left, BM, BN // 2)
+                    kept.store([pm * BM, pn * BN], first)
+                    kept.store([pm * BM, pn * BN + BN // 4], second)
+                    third, fourth = halves(right, BM, BN // 2)
+                    kept.store([pm * BM, pn * BN + BN // 2], third)
+                    kept.store([pm * BM, pn * BN + BN // 4 * 3], fourth)
+                else:
+                    kept.store([pm * BM, pn * BN], left)
+                    kept.store([pm * BM, pn * BN + BN // 2], right)
             else:
                 at = rows.to(tl.int64)[:, None] * stride_kept + cols[None, :]
                 tl.store(kept + at, q, mask=inside[:, None] & (cols < kept_columns)[None, :])
@@ -150,7 +161,7 @@ def _forward_kernel(
 TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 
-def _scan(work: Work, rows: Rows, kept: Kept, reference: Tensor | None, parts: Tensor) -> None:
+def scan(work: Work, rows: Rows, kept: Kept, reference: Tensor | None, parts: Tensor) -> None:
     """Partial statistics [3, tiles, >= m] of a block of rows, and what is kept of them."""
     head, tile = work.head, work.config.forward
     programs = work.programs(tile)
@@ -160,7 +171,7 @@ def _scan(work: Work, rows: Rows, kept: Kept, reference: Tensor | None, parts: T
     h, w, tma = _operands(work, rows, tile)
     body, tma_kept = kept.body, False
     if tma and kept.mode != NOTHING:
-        body = descriptor(kept.body, [tile.rows, tile.columns // 2])
+        body = descriptor(kept.body, [tile.rows, tile.columns // (4 if kept.mode == LOGITS else 2)])
         tma_kept = True
     _forward_kernel[(min(programs, tiles),)](
         h,
@@ -240,7 +251,7 @@ def forward_pass(work: Work, rows: Rows, kept: Kept, scores: Scores, start: int)
     tiles = ceil_div(head.valid, work.config.forward.columns)
     # A stride that 16 divides, whatever m is: Triton specialises on that, and other code sums in another order.
     parts = work.empty(3, tiles, ceil_div(rows.count, 16) * 16)
-    _scan(work, rows, kept, reference, parts)
+    scan(work, rows, kept, reference, parts)
     if kept.mode != EXPONENTIALS:  # after the long kernel, so that it starts the sooner
         label_logits(rows, head, label, interpreted=work.interpreted)
     stats, outputs = scores.stats[:, start:stop], (scores.log_prob[start:stop], scores.entropy[start:stop])

@@ -12,10 +12,12 @@ from logitless_triton.config import config_for, device_facts
 __all__ = [
     "DIFFERENCES",
     "EXPONENTIALS",
+    "LOGITS",
     "NOTHING",
     "Blocks",
     "buffer_bytes",
     "bytes_per_row",
+    "held_rows",
     "kept_length",
     "mode_of",
     "partials_rows",
@@ -23,7 +25,7 @@ __all__ = [
     "tiles_that_fit",
 ]
 
-NOTHING, DIFFERENCES, EXPONENTIALS = 0, 1, 2
+NOTHING, DIFFERENCES, EXPONENTIALS, LOGITS = 0, 1, 2, 3  # LOGITS: of a block of tokens, within a forward only
 ALIGNMENT = 128  # bytes of slack between a buffer's two parts
 GRAIN = 32  # lengths are multiples of it for DIFFERENCES, and half of it more for EXPONENTIALS
 
@@ -63,7 +65,9 @@ def _way(request: Request) -> int:
 
 
 def kept_length(request: Request, keep_bytes: int) -> int:
-    """Bytes of the buffer: at most `keep_bytes`, and only whole column tiles."""
+    """Bytes of the buffer: at most `keep_bytes`, only whole column tiles, and none of a kept set or several labels."""
+    if request.kept_set or request.several_labels:
+        return 0
     dtype = torch.promote_types(request.hidden_dtype, request.weight_dtype)
     width = config_for(device_facts(request.device), dtype, request.hidden_size).forward.columns
     mode, n = _way(request), request.n_tokens
@@ -103,6 +107,20 @@ def single_pass_chunk(
     most = min(most, max(16, fit // 128 * 128 if fit >= 128 else fit // 16 * 16))
     each = -(-n // max(1, -(-n // most)))  # chunks of nearly one size: as many as `most` makes of them
     return min(most, max(16, -(-each // 128) * 128)), True
+
+
+def held_rows(n: int, vocab_size: int, width: int, workspace_bytes: int) -> int:
+    """Tokens whose logits, with what is found among them, fit the workspace; one at least, chunks of nearly one size.
+
+    `vocab_size` is of all ranks, which must chunk alike.
+    """
+    tiles = (vocab_size + width - 1) // width
+    row = tiles * (4 * width + 12 + 4) + 512  # logits, partial statistics, a list of tiles, and a token's numbers
+    fit = max(1, min(CHUNK, (workspace_bytes - 16 * 12 * tiles) // row))
+    grain = 128 if fit >= 128 else 16 if fit >= 16 else 1  # a tile's rows, and what addresses are aligned to
+    most = fit // grain * grain
+    each = -(-n // max(1, -(-n // most)))
+    return min(most, max(1, -(-each // grain)) * grain)
 
 
 TOKENS = 16384  # of a block, at most: beyond it, a block's columns would be few and d_hidden be read and written often

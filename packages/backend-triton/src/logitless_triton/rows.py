@@ -6,7 +6,7 @@ Shape suffixes: n live tokens, m tokens of a block, D hidden size, V vocab rows,
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from logitless.types import Problem
 from logitless_triton.config import INTERPRETED, Config, Device, Tile, config_for, device_facts
 from logitless_triton.layout import partials_rows
 
-__all__ = ["Head", "Rows", "Work"]
+__all__ = ["LOG2E", "Head", "Rows", "Work"]
 
 LOG2E = math.log2(math.e)
 
@@ -83,7 +83,7 @@ class Rows:
 
     hidden: Tensor  # [m, D] in the operands' dtype; a view of the input where that needs no copy
     lora_u: Tensor | None  # [m, r]
-    labels: Tensor  # [m] int64, rows of this rank's weight; out of range where another rank has it
+    labels: Tensor  # [m] or [m, K] int64, rows of this rank's weight; out of range where another rank has it
     f: Tensor  # [m] float32
     uniform: float | None = None  # f, where it is the same for all tokens
 
@@ -100,6 +100,10 @@ class Rows:
         lora_u = None if self.lora_u is None else self.lora_u[start:stop]
         return Rows(self.hidden[start:stop], lora_u, self.labels[start:stop], self.f[start:stop], self.uniform)
 
+    def with_labels(self, labels: Tensor) -> Rows:
+        """The same tokens with other labels."""
+        return replace(self, labels=labels)
+
 
 class Work:
     """A problem with what follows from it: the head, the device, the tiles."""
@@ -111,6 +115,11 @@ class Work:
         self.operand = torch.promote_types(problem.hidden.dtype, problem.weight.dtype)
         self.device: Device = device_facts(problem.hidden.device)
         self.config: Config = config_for(self.device, self.operand, problem.hidden.shape[1])
+
+    @property
+    def truncated(self) -> bool:
+        """Whether the scores are those of a kept set."""
+        return self.problem.top_k is not None or self.problem.top_p is not None
 
     @property
     def item(self) -> int:

@@ -44,7 +44,8 @@ def pass_scale(work: Work, rows: Rows, grads: tuple[Tensor, Tensor | None]) -> T
     if work.operand != torch.float16 or not rows.count:
         return None
     k = rows.f * abs(work.head.slope)
-    found = [(grad * k).abs().nan_to_num(0.0, 0.0, 0.0).amax() for grad in grads if grad is not None]
+    sizes = [grad.abs().sum(1) if grad.ndim == 2 else grad for grad in grads if grad is not None]
+    found = [(size * k).abs().nan_to_num(0.0, 0.0, 0.0).amax() for size in sizes]
     exponent = 8.0 - torch.stack(found).amax().clamp(min=1e-30).log2().ceil()
     return exponent.clamp(-60.0, 60.0).exp2()
 

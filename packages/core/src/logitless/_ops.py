@@ -50,7 +50,7 @@ def _forward(
     with plain_arithmetic(call.hidden.device):
         options: dict[str, Any] = {"entropy": entropy, "entropy_grad": entropy_grad, "kept_shape": kept_shape}
         if live.on_device is not None and getattr(backend, "speculates", False):
-            out = backend.forward(call.problem(None, live.on_device), **options)
+            out = backend.forward(call.problem(None, live.on_device, stats=tuple(wanted)), **options)
         if out is None or live.indices is not None:
             out = None  # its memory first
             out = backend.forward(call.problem(live.indices, stats=tuple(wanted)), **options)

@@ -1,0 +1,121 @@
+"""The k largest logits of each row, of the logits that a chunk holds; equals `logitless.reference.top_k_log_probs`.
+
+The k-th largest is found as a kept set's threshold is (`logitless_triton.threshold`), by each rank among its own; what
+is larger is written out in the order of the vocabulary, and after it of the equal ones as many as there is room for.
+"""
+
+# mypy: ignore-errors
+# (Triton has no types)
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from logitless.collectives import gather_stacked
+from logitless.types import Problem
+from logitless_triton.held import Held
+from logitless_triton.rows import Rows, Work
+from logitless_triton.threshold import blocks, float_of, listed, search, tile_columns
+from logitless_triton.tile import ceil_div
+
+__all__ = ["top_k_log_probs"]
+
+LAST = torch.iinfo(torch.int64).max  # an id after all others: a place that is not filled
+
+
+@triton.jit(do_not_specialize=["N", "V", "k", "stride_ids", "stride_held"])
+def _best_kernel(
+    held,
+    ids,
+    count_ptr,
+    bracket,
+    value_ptr,
+    id_ptr,
+    N,
+    V,
+    k,
+    stride_ids,
+    stride_held,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    inside = rows < N
+    threshold = float_of(tl.load(bracket + rows, mask=inside, other=0))[:, None]
+    count = tl.load(count_ptr + rows, mask=inside, other=0)
+    tiles = tl.max(count, 0)
+    larger = tl.full((ROWS, BLOCK), 0, tl.int32)
+    for first in range(0, tiles, BLOCK // WIDTH):
+        cols, real = tile_columns(ids, rows, first, count, V, stride_ids, WIDTH, BLOCK)
+        x = tl.load(held + rows[:, None] * stride_held + cols, mask=real, other=-float("inf"))
+        larger += (x > threshold).to(tl.int32)
+    next_larger = tl.full((ROWS,), 0, tl.int32)
+    next_equal = tl.sum(larger, 1)
+    for first in range(0, tiles, BLOCK // WIDTH):
+        cols, real = tile_columns(ids, rows, first, count, V, stride_ids, WIDTH, BLOCK)
+        x = tl.load(held + rows[:, None] * stride_held + cols, mask=real, other=-float("inf"))
+        is_larger = (x > threshold).to(tl.int32)
+        is_equal = (real & (x == threshold)).to(tl.int32)
+        larger_slot = next_larger[:, None] + tl.cumsum(is_larger, 1) - 1
+        equal_slot = next_equal[:, None] + tl.cumsum(is_equal, 1) - 1
+        slot = tl.where(is_larger > 0, larger_slot, equal_slot)
+        chosen = (is_larger + is_equal > 0) & (slot < k)
+        tl.store(value_ptr + rows[:, None] * k + slot, x, mask=chosen)
+        tl.store(id_ptr + rows[:, None] * k + slot, cols.to(tl.int64), mask=chosen)
+        next_larger += tl.sum(is_larger, 1)
+        next_equal += tl.sum(is_equal, 1)
+
+
+def _of_rows(held: Held, rows: Rows, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of a block of rows: M and S [2, m] of all ranks, and this rank's largest x and their ids [m, k]."""
+    work, m = held.work, rows.count
+    parts, own, whole = held.partials(rows)
+    value, ids = work.empty(m, k).fill_(-math.inf), work.empty(m, k, dtype=torch.int64).fill_(LAST)
+    found = min(k, work.head.valid)
+    if m and found:
+        body, top = held.of(rows), own[0, :m]
+        tiles, bracket = listed(work, rows.f, parts, own, top, None, k=found, p=None)
+        wanted = torch.full_like(rows.f, float(found))
+        bracket = search(work, body, rows.f, tiles, top, bracket, wanted, None, count=True)
+        strides, sizes = (tiles.ids.stride(0), body.stride(0)), blocks(work)
+        _best_kernel[(ceil_div(m, sizes["ROWS"]),)](
+            body,
+            tiles.ids,
+            tiles.count,
+            bracket,
+            value,
+            ids,
+            m,
+            work.head.valid,
+            k,
+            *strides,
+            **sizes,
+        )
+    return whole[:2, :m], value, ids.where(ids == LAST, ids + work.problem.vocab_start)
+
+
+def top_k_log_probs(problem: Problem, k: int) -> tuple[Tensor, Tensor]:
+    """Ids [n, k] and log-probs [n, k] of the k largest logits, largest first; of equal ones the lowest id first."""
+    work = Work(problem)
+    held = Held(work)
+    id_nk, log_prob_nk = work.empty(work.n, k, dtype=torch.int64), work.empty(work.n, k)
+    for start, stop in held.spans():
+        rows = work.rows(start, stop)
+        (top, total), value, ids = _of_rows(held, rows, k)
+        if problem.group is not None:
+            value, ids = (gather_stacked(x, problem.group).transpose(0, 1).flatten(1) for x in (value, ids))
+        ids, order = ids.sort(1)
+        value, by_value = value.gather(1, order).sort(dim=1, descending=True, stable=True)
+        value, ids = value[:, :k], ids.gather(1, by_value[:, :k])
+        missing = ids == LAST  # a row of NaN
+        value, ids = value.masked_fill(missing, math.nan), ids.masked_fill(missing, 0)
+        below = (value - top.unsqueeze(1)) * (rows.f * math.log(2.0)).unsqueeze(1)
+        log_prob_nk[start:stop] = (below - (total - 1.0).log1p().unsqueeze(1)).clamp(max=0.0) + 0.0
+        id_nk[start:stop] = ids
+    return id_nk, log_prob_nk

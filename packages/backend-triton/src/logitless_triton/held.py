@@ -1,0 +1,224 @@
+"""Kept sets, several labels and statistics: a chunk of tokens' logits are held in fp32, in the workspace.
+
+One pass over the products, as in `logitless_triton.forward`, whose kernel also stores each tile's x. What a kept set
+needs is then looked up in memory, mostly in a few tiles of each row (`logitless_triton.threshold`): a row of V logits
+is written once, 4V bytes, where a second pass over the products would take 2DV operations. Without a kept set M, log2 S
+and the entropy are the plain forward's, and so are one label's scores, bit by bit.
+
+    log_prob = ((x − M)·f − log2 S)·ln 2, less ln(1 + e^that) for a label that is not kept: it alone is added to S
+
+Labels are read off the held logits, so a label that is the row's maximum, or on the threshold's side of a tie, is so
+exactly.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from logitless.collectives import gather_stacked
+from logitless.types import Forwarded, Problem
+from logitless_triton.combine import combine
+from logitless_triton.forward import Scores, forward_pass, scan
+from logitless_triton.kept import Kept
+from logitless_triton.layout import LOGITS, held_rows
+from logitless_triton.rows import LOG2E, Rows, Work
+from logitless_triton.threshold import SUMS, Tiles, kept_sums, listed, search
+from logitless_triton.tile import LN2, ceil_div
+
+__all__ = ["Held", "HeldScores", "forward", "held_pass", "needs_logits"]
+
+
+def needs_logits(problem: Problem) -> bool:
+    """Whether a forward has to hold logits."""
+    truncated = problem.top_k is not None or problem.top_p is not None
+    return truncated or problem.labels.ndim == 2 or bool(problem.stats)
+
+
+class Held:
+    """Logits of up to so many rows, in whole tiles; what lies beyond the vocabulary is anything."""
+
+    def __init__(self, work: Work) -> None:
+        p, width = work.problem, work.config.forward.columns
+        self.work, self.width = work, width
+        self.chunk = held_rows(work.n, p.vocab_size, width, p.workspace_bytes)
+        self.tiles = ceil_div(work.head.valid, width)
+        self.buffer = work.empty(min(self.chunk, work.n), self.tiles * width)
+
+    def spans(self) -> list[tuple[int, int]]:
+        """The chunks of tokens."""
+        return [(start, min(start + self.chunk, self.work.n)) for start in range(0, self.work.n, self.chunk)]
+
+    def kept(self, rows: Rows) -> Kept:
+        """Where the forward's kernel puts them."""
+        return Kept(LOGITS, self.work.head.valid, self.width, self.of(rows))
+
+    def of(self, rows: Rows) -> Tensor:
+        """[m, whole tiles] of a block of rows that was scanned last."""
+        return self.buffer[: rows.count]
+
+    def partials(self, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
+        """Scan a block of rows: tiles' statistics [3, tiles, >= m], this rank's M, S, T [3, >= m], and all ranks'."""
+        work, p = self.work, self.work.problem
+        parts = work.empty(3, self.tiles, ceil_div(rows.count, 16) * 16)
+        scan(work, rows, self.kept(rows), None, parts)
+        own, unused = work.empty(3, parts.shape[2]), work.empty(0)
+        combine(parts, unused, rows.f, own, unused, unused, p.vocab_size, finish=False)
+        if p.group is None:
+            return parts, own, own
+        ranks = gather_stacked(own, p.group).transpose(0, 1)
+        whole = torch.empty_like(own)
+        combine(ranks, unused, rows.f, whole, unused, unused, p.vocab_size, finish=False)
+        return parts, own, whole
+
+    def at_labels(self, rows: Rows) -> Tensor:
+        """[m, K] of this rank, −inf where the label is another's."""
+        labels = rows.labels if rows.labels.ndim == 2 else rows.labels.unsqueeze(1)
+        valid = self.work.head.valid
+        if not valid:
+            return self.work.empty(*labels.shape).fill_(-math.inf)
+        inside = (labels >= 0) & (labels < valid)
+        return self.of(rows).gather(1, labels.clamp(0, valid - 1)).masked_fill_(~inside, -math.inf)
+
+    def every_tile(self, rows: Rows) -> Tiles:
+        """All of them, for each row."""
+        like = rows.labels
+        ids = torch.arange(self.tiles, dtype=torch.int32, device=like.device).expand(rows.count, -1)
+        count = like.new_full((rows.count,), self.tiles, dtype=torch.int32)
+        return Tiles(ids, count, rows.f.new_full((rows.count,), -math.inf))
+
+
+class HeldScores:
+    """Scores of n tokens, and what they are made of, as they are filled in.
+
+    Statistics for the backward: M, log2 S, the entropy, the line between kept and dropped logits, and of each label
+    the log-prob, with its sign turned where the label is not kept; of one label and no kept set the plain forward's.
+    """
+
+    def __init__(self, work: Work) -> None:
+        p, n = work.problem, work.n
+        self.work, self.labels = work, p.labels.shape[1] if p.labels.ndim == 2 else 1
+        self.plain = Scores(work, n)
+        self.own = work.empty(len(SUMS) + 1 + self.labels, n)  # this rank's: SUMS, Σ x, x of the labels
+        self.f, self.threshold = work.empty(n), work.empty(n)
+        self.top = work.empty(2, n)  # M and S of the whole vocabulary
+        several = p.labels.ndim == 2
+        self.log_prob = work.empty(n, self.labels) if several else work.empty(n)
+        self.entropy = work.empty(n)
+        self.stats = work.empty(4 + self.labels, n) if several or work.truncated else self.plain.stats
+        self.extras = work.empty(sum(self.labels if name.startswith("is_") else 1 for name in p.stats), n)
+
+    def finish(self, start: int, stop: int) -> None:
+        """Scores of tokens start to stop, from what `held_pass` has found in their logits."""
+        p, span, count = self.work.problem, slice(start, stop), len(SUMS)
+        rest, largest, moment, squares, dropped, total, *_ = own = self.own[:, span]
+        label = own[count + 1 :].T
+        if p.group is not None:
+            everyone = gather_stacked(own, p.group)
+            rest, largest, moment, squares = everyone[:, :4].sum(0)
+            dropped, total, label = everyone[:, 4].amax(0), everyone[:, 5].sum(0), everyone[:, count + 1 :].amax(0).T
+        f, top = self.f[span], self.top[0, span]
+        below = ((label - top.unsqueeze(1)) * f.unsqueeze(1) * LN2).clamp(max=0.0)  # [m, K]
+        is_kept = torch.ones_like(below, dtype=torch.bool)
+        if self.work.truncated:
+            threshold, whole = self.threshold[span], self.top[1, span]
+            rest = torch.where(whole.isnan(), whole, rest + (largest - 1.0))  # NaN in a tile that was not read
+            mass, log_s = rest + 1.0, rest.log1p()
+            entropy = (log_s - moment * LN2 / mass).clamp(0.0, math.log(p.vocab_size))
+            is_kept = label >= threshold.unsqueeze(1)
+            log_prob, coded = _truncated(below - log_s.unsqueeze(1), is_kept)
+            self._store(span, log_prob, entropy)
+            self.stats[:4, span] = torch.stack((top, log_s * LOG2E, entropy, _line(threshold, dropped)))
+            self.stats[4:, span] = coded.T
+        else:
+            mass, plain = self.top[1, span], self.plain.stats[:, span]
+            if p.labels.ndim == 2:
+                log_prob = (below - plain[1].unsqueeze(1) * LN2).clamp(max=0.0) + 0.0
+                self._store(span, log_prob, plain[2])
+                self.stats[:4, span] = torch.stack((*plain[:3], torch.full_like(top, -math.inf)))
+                self.stats[4:, span] = log_prob.T
+            else:
+                self._store(span, plain[3].unsqueeze(1), plain[2])
+        found = {
+            "sum_sq_probs": (squares / mass.square()).unsqueeze(0),
+            "mean_logit": (total * f * (LN2 / p.vocab_size)).unsqueeze(0),
+            "is_argmax": (label == top.unsqueeze(1)).T,
+            "is_kept": is_kept.T,
+        }
+        if p.stats:
+            self.extras[:, span] = torch.cat([found[name].to(self.extras.dtype) for name in p.stats])
+
+    def _store(self, span: slice, log_prob: Tensor, entropy: Tensor) -> None:
+        self.log_prob[span] = log_prob if self.log_prob.ndim == 2 else log_prob.squeeze(1)
+        self.entropy[span] = entropy
+
+
+def _truncated(over: Tensor, is_kept: Tensor) -> tuple[Tensor, Tensor]:
+    """log_probs [m, K] of labels whose masses over the kept set's are e^over; and the same, coded for the backward."""
+    log_prob = torch.where(is_kept, over, over - over.exp().log1p()).clamp(max=0.0) + 0.0
+    return log_prob, torch.where(is_kept, log_prob, -log_prob)
+
+
+def _line(threshold: Tensor, dropped: Tensor) -> Tensor:
+    """[m] halfway to the next logit: a backward whose logits are off by rounding draws the same line."""
+    line = (threshold + dropped) / 2
+    line = torch.where((line > dropped) & (line <= threshold), line, threshold)
+    return torch.where(dropped == -math.inf, dropped, line)
+
+
+def held_pass(held: Held, rows: Rows, scores: HeldScores, start: int) -> None:
+    """Look at a block of rows, the tokens from `start` on; `HeldScores.finish` makes scores of it."""
+    work, p, span = held.work, held.work.problem, slice(start, start + rows.count)
+    scores.f[span] = rows.f
+    own = scores.own[:, span]
+    if work.truncated:
+        parts, mine, whole = held.partials(rows)
+        scores.top[:, span] = whole[:2, : rows.count]
+        _find(held, rows, (parts, mine, whole[:, : rows.count]), scores.threshold[span], own)
+    else:
+        one = rows if rows.labels.ndim == 1 else rows.with_labels(rows.labels[:, 0].contiguous())
+        forward_pass(work, one, held.kept(rows), scores.plain, start)
+        scores.top[:, span] = scores.plain.stats[:2, span]
+        scores.top[1, span].exp2_()
+        if "sum_sq_probs" in p.stats:
+            every, bracket = held.every_tile(rows), rows.labels.new_full((2, rows.count), _LOWEST_KEY)
+            top = scores.top[0, span]
+            kept_sums(work, held.of(rows), rows.f, every, top, bracket, scores.threshold[span], own)
+    if "mean_logit" in p.stats:
+        own[len(SUMS)] = held.of(rows)[:, : work.head.valid].sum(1)
+    own[len(SUMS) + 1 :] = held.at_labels(rows).T
+
+
+_LOWEST_KEY = -(0x7F800000 + 1)  # of −inf, in the order of `logitless_triton.threshold`
+
+
+def _find(held: Held, rows: Rows, partials: tuple[Tensor, Tensor, Tensor], threshold: Tensor, out: Tensor) -> None:
+    """The threshold [m] of a block of rows, and this rank's sums over what it keeps."""
+    work, p, (parts, mine, whole) = held.work, held.work.problem, partials
+    body, f, top = held.of(rows), rows.f, whole[0]
+    tiles, bracket = listed(work, f, parts, mine, top, p.group, k=p.top_k, p=p.top_p)
+    mass = whole[1]
+    if p.top_k is not None:
+        wanted = torch.full_like(f, float(p.top_k))
+        least = search(work, body, f, tiles, top, bracket, wanted, p.group, count=True)
+        kept_sums(work, body, f, tiles, top, least, threshold, out)
+        sums = out[:2].sum(0)
+        mass = sums if p.group is None or p.top_p is None else gather_stacked(sums, p.group).sum(0)
+        bracket = torch.stack((least[0], bracket[1]))
+    if p.top_p is not None:
+        least = search(work, body, f, tiles, top, bracket, mass * p.top_p, p.group, count=False)
+        kept_sums(work, body, f, tiles, top, least, threshold, out)
+
+
+def forward(problem: Problem, *, entropy: bool) -> Forwarded:
+    """Scores of the live tokens, by chunks whose logits fit the workspace; keeps nothing."""
+    work = Work(problem)
+    held, scores = Held(work), HeldScores(work)
+    for start, stop in held.spans():
+        held_pass(held, work.rows(start, stop), scores, start)
+    scores.finish(0, work.n)
+    nothing = work.empty(0, dtype=torch.uint8)
+    extras = scores.extras if problem.stats else None
+    return Forwarded(scores.log_prob, scores.entropy if entropy else None, scores.stats, nothing, extras)

@@ -1,0 +1,50 @@
+"""Further statistics of a plain call: equal to full logits', and without a bit of difference to the scores."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from full_logits import DEVICE, FULL, HAS_GPU, STATS, check, example_of
+
+import logitless
+from logitless._live import Live
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+@pytest.mark.parametrize("option", [{}, FULL], ids=["plain", "full"])
+def test_equals_the_logits_in_full(option: dict[str, Any]) -> None:
+    check(example_of(**option))
+
+
+def test_change_no_bits() -> None:
+    example = example_of(30)
+    want, got = example.run(backend="triton"), example.run(backend="triton", stats=STATS)
+    assert torch.equal(got.scores.log_probs, want.scores.log_probs)
+    assert torch.equal(got.scores.entropy, want.scores.entropy)
+    assert all(torch.equal(got.gradients[name], want.gradients[name]) for name in want.gradients)
+    assert list(got.scores.stats or ()) == list(STATS)
+    assert set(example.score(backend="triton", stats=["mean_logit"]).stats or ()) == {"mean_logit"}
+
+
+def test_of_tied_logits_each_is_the_largest() -> None:
+    """Read off the tiles that the maximum is of, not off a dot of its own; at an offset that all logits share."""
+    weight = torch.tensor([[10001.0], [10000.0], [10001.0]], device=DEVICE)
+    hidden, labels = torch.ones(3, 1, device=DEVICE), torch.arange(3, device=DEVICE)
+    stats = logitless.linear_log_probs(hidden, weight, labels, backend="triton", stats=STATS).stats
+    assert stats is not None
+    assert stats["is_argmax"].tolist() == [True, False, True]
+    assert stats["is_kept"].all()
+    assert stats["mean_logit"].tolist() == pytest.approx([10000.0 + 2 / 3] * 3, rel=1e-7)
+
+
+@pytest.mark.parametrize("ignored", [False, True], ids=["all-live", "some-ignored"])
+def test_of_a_forward_launched_before_the_host_knows(ignored: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU the answer is there at once; here it is hidden until it is asked for, as on a GPU."""
+    if not HAS_GPU:
+        hidden = property(lambda self: self._facts[0] if self._known is None else None)
+        monkeypatch.setattr(Live, "on_device", hidden)
+    check(example_of(ignored=ignored))
+    check(example_of(ignored=ignored), top_k=5)
