@@ -22,7 +22,9 @@ __all__ = [
     "Agreement",
     "all_gather_rows",
     "all_reduce",
+    "all_reduce_max",
     "check_agreement",
+    "check_alike",
     "debugging",
     "gather_own_gradient",
     "gather_stacked",
@@ -55,6 +57,12 @@ def all_reduce(x: Tensor, group: Any) -> None:
         dist.all_reduce(x, group=group)
 
 
+def all_reduce_max(x: Tensor, group: Any) -> None:
+    """The largest of the ranks, in place."""
+    with _told(group):
+        dist.all_reduce(x, op=dist.ReduceOp.MAX, group=group)
+
+
 def all_gather_rows(x: Tensor, group: Any) -> Tensor:
     """[n, ...] of every rank, one after another in rank order: [size·n, ...]."""
     x = x.contiguous()
@@ -75,8 +83,8 @@ def _told(group: Any) -> Iterator[None]:
         raise
     except RuntimeError as error:
         raise CollectiveError(
-            f"tp_group: a collective failed on rank {dist.get_rank(group)} of {dist.get_world_size(group)} ({error}): "
-            "another rank died, raised an error, or did not make this call within the group's timeout; look for the "
+            f"a collective failed on rank {dist.get_rank(group)} of {dist.get_world_size(group)} ({error}): another "
+            "rank died, raised an error, or did not make this call within the group's timeout; look for the "
             f"first error in the other ranks' logs, or set {DEBUG}=1, which compares the calls of all ranks first"
         ) from error
 
@@ -108,7 +116,19 @@ def debugging() -> bool:
     return os.environ.get(DEBUG) == "1"
 
 
-def check_agreement(group: Any, facts: Mapping[str, object], device: torch.device) -> None:
+def _number(facts: Mapping[str, object]) -> int:
+    """The facts as one number, which differs where they do."""
+    return zlib.crc32(repr(tuple(facts.items())).encode())
+
+
+def check_alike(name: str, group: Any, facts: Mapping[str, object], device: torch.device) -> None:
+    """Raise on every rank, naming what differs, if the ranks' facts are not the same; waits for the device."""
+    numbers = all_gather_rows(torch.tensor([_number(facts)], device=device), group).tolist()
+    if len(set(numbers)) > 1:
+        check_agreement(group, facts, device, name)
+
+
+def check_agreement(group: Any, facts: Mapping[str, object], device: torch.device, argument: str = "tp_group") -> None:
     """Raise on every rank, naming what differs, if the ranks' facts are not the same.
 
     They travel as text in a tensor of fixed length: torch's own gathering of objects needs numpy.
@@ -124,8 +144,8 @@ def check_agreement(group: Any, facts: Mapping[str, object], device: torch.devic
             for name in differing
         )
         raise InvalidInputError(
-            f"tp_group: its ranks disagree ({told}); every rank must make the same call, of the same tokens with the "
-            "same options, on its own vocab rows"
+            f"{argument}: its ranks disagree ({told}); every rank must make the same call, of the same tokens with the "
+            "same options, on its own share"
         )
 
 
@@ -144,8 +164,9 @@ class Agreement:
 
     def gather(self, values: Tensor) -> Tensor:
         """[size, k + 3] of [k] int64 values, of the same k on every rank, the facts as one number, and the span."""
-        number = zlib.crc32(repr(tuple(self.facts.items())).encode())
-        own = torch.tensor([number, *self.span], pin_memory=values.is_cuda)  # pinned: else the host waits for the copy
+        own = torch.tensor(
+            [_number(self.facts), *self.span], pin_memory=values.is_cuda
+        )  # pinned: else the host waits for the copy
         own = torch.cat((values, own.to(values.device, non_blocking=True)))
         return gather_stacked(own.unsqueeze(0), self.group).squeeze(1)
 

@@ -15,12 +15,11 @@ from itertools import pairwise
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from logitless._batch_checks import check_align, check_flat, check_ids, check_like
+from logitless._batch_checks import check_align, check_flat, check_gathered, check_ids, check_like
 from logitless._segments import Scheme, cumulated, fill_bins, last_tokens, ramp, shard_index, split_bins
-from logitless.collectives import gather_own_gradient
+from logitless.collectives import all_reduce_max, gather_own_gradient
 from logitless.errors import InputTypeError, InvalidInputError
 
 __all__ = ["IGNORE_INDEX", "PackedBatch", "PaddedBatch"]
@@ -271,19 +270,27 @@ class PackedBatch:
         sequences gets idle batches (one sequence of no true tokens), so that collectives in the model stay in step.
         """
         self._whole("micro_batches")
-        if self.lengths and not self.sequences:
-            return [self]  # idle already
-        sizes = self.padded_lengths
-        for i, size in enumerate(sizes):
-            if size > max_tokens:
-                raise InvalidInputError(
-                    f"max_tokens: got {max_tokens}, expected at least {size}, the packed length of sequence {i}"
-                )
-        bins = fill_bins(sizes, max_tokens)
-        if group is not None:
-            count = torch.tensor(len(bins), device=self.input_ids.device)
-            dist.all_reduce(count, op=dist.ReduceOp.MAX, group=group)
-            bins = split_bins(bins, sizes, int(count))
+        idle = bool(self.lengths) and not self.sequences
+        if idle and group is None:
+            return [self]
+        sizes = () if idle else self.padded_lengths
+        long = next((i for i, size in enumerate(sizes) if size > max_tokens), None)
+        bins: list[list[int]] = [[]] if idle else [] if long is not None else fill_bins(sizes, max_tokens)
+        failed = long is not None
+        if group is not None:  # where this rank is idle or in error, too: the others wait for its count
+            most = torch.tensor([len(bins), failed], device=self.input_ids.device)
+            all_reduce_max(most, group)
+            count, failed = most.tolist()
+            bins = split_bins(bins, sizes, count)
+        if long is not None:
+            raise InvalidInputError(
+                f"max_tokens: got {max_tokens}, expected at least {sizes[long]}, the packed length of sequence {long}"
+            )
+        if failed:
+            raise InvalidInputError(
+                f"max_tokens: got {max_tokens}; another rank of the group has a sequence that is longer than its own "
+                "max_tokens, and says which"
+            )
         return [self._select(sorted(members)) if members else self._idle() for members in bins]
 
     def shard(self, rank: int, size: int, scheme: Scheme = "zigzag") -> PackedBatch:
@@ -313,9 +320,8 @@ class PackedBatch:
         """
         if self.shard_of is None:
             return x
+        check_gathered(x, group, self.shard_of, self.input_ids.shape[0], self.padded_lengths)
         _, size, scheme = self.shard_of
-        if dist.get_world_size(group) != size:
-            raise InvalidInputError(f"group: has {dist.get_world_size(group)} ranks, expected the shard's {size}")
         parts = [shard_index(self.padded_lengths, r, size, scheme, x.device) for r in range(size)]
         inverse = torch.argsort(torch.cat(parts))
         return gather_own_gradient(x, group).index_select(0, inverse)
