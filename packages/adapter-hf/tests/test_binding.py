@@ -259,13 +259,15 @@ def test_gradient_checkpointing_changes_nothing(make_model: Any, tokens: Tensor,
     check.gradients_equal(got, expected, rtol=1e-12)
 
 
-def test_compiled_equals_eager(make_model: Any, tokens: Tensor) -> None:
+@pytest.mark.parametrize("asked", [{}, {"top_k": 20, "stats": ("is_kept", "mean_logit")}], ids=str)
+def test_compiled_equals_eager(asked: dict[str, Any], make_model: Any, tokens: Tensor) -> None:
     model = bind(make_model("gemma2", torch.float32))
-    expected = model(tokens, return_log_probs=True)
+    expected = model(tokens, return_log_probs=True, **asked)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    got = compiled(tokens, return_log_probs=True)
+    got = compiled(tokens, return_log_probs=True, **asked)
     torch.testing.assert_close(got.log_probs, expected.log_probs)
     torch.testing.assert_close(got.entropy, expected.entropy)
+    torch.testing.assert_close(got.stats, expected.stats)
 
 
 def test_what_is_no_model_is_refused(make_model: Any) -> None:

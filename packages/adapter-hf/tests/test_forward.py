@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import logitless
-from logitless import PackedBatch
+from logitless import PackedBatch, reference
 from logitless.errors import InvalidInputError, UnsupportedError
 from logitless_hf import CausalLMOutputForPPO, unbind
 from logitless_hf.binding import is_bound_class
@@ -81,6 +81,40 @@ def test_loss_fn_sees_batch_order(layout: str, make_model: Any) -> None:
     torch.testing.assert_close(one.log_probs, out.log_probs.detach(), rtol=0, atol=1e-12)
     for grad, wanted in zip(torch.autograd.grad(one.loss, parameters), expected_grads, strict=True):
         torch.testing.assert_close(grad, wanted, rtol=1e-8, atol=1e-8 * float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize("kept", [{}, {"top_k": 20, "top_p": 0.7}], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_kept_sets_statistics_and_several_labels_in_batch_order(
+    layout: str, kept: dict[str, Any], make_model: Any
+) -> None:
+    model = make_model()
+    batch = PackedBatch.from_sequences(sequences(), align=4)
+    labels = torch.randint(3, 101, (batch.labels.shape[0], 3), generator=torch.Generator().manual_seed(2))
+    labels[batch.labels == -100] = -100
+    stats = ("mean_logit", "is_kept")
+    logits = [model(input_ids=ids[None], use_cache=False).logits[0] / 0.7 for ids in sequences()]
+    expected = reference.scores_of(batch.pack(logits, "prediction"), labels, **kept, stats=stats)
+    g, e = torch.randn(4, len(labels), dtype=torch.float64).split([3, 1])
+    parameters = list(model.parameters())
+    wanted = torch.autograd.grad((expected.log_probs, expected.entropy), parameters, (g.t(), e[0]))
+
+    forward = logitless.make_forward(model, layout)
+    out = forward(batch, temperature=0.7, **kept, stats=stats, labels=labels)
+    torch.testing.assert_close(out.log_probs, expected.log_probs, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(out.entropy, expected.entropy, rtol=1e-9, atol=1e-9)
+    assert out.stats is not None
+    for name, x in out.stats.items():
+        torch.testing.assert_close(x, expected.stats[name], rtol=1e-9, atol=1e-9)  # type: ignore[index]
+    grads = torch.autograd.grad((out.log_probs, out.entropy), parameters, (g.t(), e[0]))
+    for grad, want in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(grad, want, rtol=0, atol=1e-8 * float(want.abs().max()))
+    of_one = forward(batch, temperature=0.7, labels=labels[:, 0])
+    assert of_one.stats is None
+    if not kept:
+        torch.testing.assert_close(of_one.log_probs, expected.log_probs[:, 0], rtol=1e-9, atol=1e-9)
+    with pytest.raises(InvalidInputError, match=r"labels: got shape \(3,\), expected a tensor \(28,\) or \(28, K\)"):
+        forward(batch, labels=labels[0])
 
 
 def test_a_model_that_mixes_packed_sequences_is_refused_and_left_unbound(make_model: Any, check: Any) -> None:

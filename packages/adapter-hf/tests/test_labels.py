@@ -38,6 +38,15 @@ def test_borders(call: dict[str, Any], expected: list[int]) -> None:
     assert next_token_labels(TOKENS, given).tolist() == [expected]
 
 
+@pytest.mark.parametrize(
+    "call", [{}, {"attention_mask": torch.tensor([[0, 1, 1, 0, 1]])}, {"position_ids": torch.tensor([[0, 1, 0, 1, 2]])}]
+)
+def test_several_labels_of_a_place_move_together(call: dict[str, torch.Tensor]) -> None:
+    several = torch.stack([TOKENS, TOKENS + 100], -1)
+    alone = [next_token_labels(x, call) for x in several.unbind(-1)]
+    assert torch.equal(next_token_labels(several, call), torch.stack(alone, -1))
+
+
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.int64, torch.uint8, torch.float32])
 def test_a_mask_of_any_dtype(dtype: torch.dtype) -> None:
     mask = torch.tensor([[0, 1, 1, 1, 0]]).to(dtype)

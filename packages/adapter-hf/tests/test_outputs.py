@@ -14,7 +14,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOut
 import logitless
 from logitless.errors import UnsupportedError
 from logitless_hf import CausalLMOutputForPPO, bind
-from logitless_hf.outputs import scored_output
+from logitless_hf.outputs import scored_output, unrounded
 
 
 def moe() -> CausalLMOutputForPPO:
@@ -30,7 +30,7 @@ def test_fields_and_protocol() -> None:
     assert isinstance(out, CausalLMOutputWithPast)
     assert isinstance(out, logitless.CausalLMOutputForPPO)
     assert list(out) == ["log_probs", "entropy"]
-    for name in ("loss", "logits", "values", "past_key_values", "hidden_states", "attentions", "aux_loss"):
+    for name in ("loss", "logits", "values", "past_key_values", "hidden_states", "attentions", "aux_loss", "stats"):
         assert getattr(out, name) is None
 
 
@@ -59,6 +59,20 @@ def test_outputs_flatten_and_copy(make: Any) -> None:
         assert type(twin) is type(out)
         assert list(twin) == list(out)
         assert torch.equal(twin.log_probs, out.log_probs)
+
+
+def test_rounded_results_are_put_back_exactly() -> None:
+    """FSDP2's mixed precision casts what a forward returns."""
+    stats = {"mean_logit": torch.tensor([0.1]), "is_kept": torch.tensor([True])}
+    made = CausalLMOutputForPPO(log_probs=torch.tensor([-0.7]), entropy=torch.tensor([0.3]), stats=stats)
+    rounded = pytree.tree_map(lambda x: x.bfloat16() if x.is_floating_point() else x, made)
+    assert rounded.stats["mean_logit"].dtype == torch.bfloat16
+    back = unrounded(rounded, made)
+    for name in ("log_probs", "entropy"):
+        assert getattr(back, name) is getattr(made, name)
+    assert back.stats["mean_logit"] is stats["mean_logit"]
+    assert torch.equal(back.stats["is_kept"], stats["is_kept"])
+    assert unrounded(CausalLMOutputForPPO(log_probs=torch.ones(2)), None).stats is None
 
 
 class Policy(nn.Module):

@@ -10,9 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
 
+import logitless
 import logitless_hf
-from logitless.errors import InvalidInputError, NotFoundError
-from logitless_hf import bind
+from logitless import reference
+from logitless.errors import InputTypeError, InvalidInputError, NotFoundError
+from logitless_hf import bind, unbind
 
 
 @pytest.mark.parametrize(("dtype", "left", "rtol"), [(torch.float64, 0, 1e-9), (torch.float32, 2, 1e-5)])
@@ -157,6 +159,66 @@ def test_packed_sequences_score_as_each_alone(make_model: Any, tokens: Tensor) -
     assert packed[0, 2] == 0
 
 
+KEPT: list[dict[str, Any]] = [{"top_k": 5}, {"top_p": 0.8}, {"top_k": 20, "top_p": 0.7}]
+
+
+def full(model: Any, targets: Tensor, tokens: Tensor, **asked: Any) -> logitless.TokenLogProbs:
+    """By the model's own logits, at temperature 0.7."""
+    return reference.scores_of(model(tokens, use_cache=False).logits / 0.7, targets, **asked)
+
+
+@pytest.mark.parametrize("kept", [*KEPT, {}], ids=str)
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_kept_sets_and_statistics(name: str, kept: dict[str, Any], make_model: Any, tokens: Tensor, check: Any) -> None:
+    model = make_model(name)
+    names = ("is_kept", "mean_logit", "sum_sq_probs", "is_argmax")
+    expected = full(model, check.shift(tokens), tokens, **kept, stats=names)
+    assert bool(expected.stats["is_kept"][:, :-1].all()) == (not kept)  # type: ignore[index]  # some labels are out
+    wanted = check.gradients(model, (expected.log_probs, expected.entropy))
+    out = bind(model)(tokens, return_log_probs=True, temperature=0.7, **kept, stats=names)
+    loose = 1e-6 if name == "gemma2" else 1e-9  # its norms are computed in float32 whatever the model's dtype
+    torch.testing.assert_close(out.log_probs, expected.log_probs, rtol=loose, atol=loose)
+    torch.testing.assert_close(out.entropy, expected.entropy, rtol=loose, atol=loose)
+    assert list(out.stats) == list(names)
+    for stat, x in out.stats.items():
+        torch.testing.assert_close(x, expected.stats[stat], rtol=loose, atol=loose)  # type: ignore[index]
+    check.gradients_equal(check.gradients(model, (out.log_probs, out.entropy)), wanted, rtol=1e-6)
+
+
+@pytest.mark.parametrize("kept", [{}, {"top_k": 20, "top_p": 0.7}], ids=str)
+def test_several_labels(kept: dict[str, Any], make_model: Any, tokens: Tensor, check: Any) -> None:
+    model = make_model()
+    mask = torch.ones_like(tokens)
+    mask[1, 5:] = 0
+    several = torch.randint(5, 101, (*tokens.shape, 3), generator=torch.Generator().manual_seed(4))
+    several[0, 2, 1] = -100
+    shifted = F.pad(several[:, 1:], (0, 0, 0, 1), value=-100)
+    shifted[1, 4:] = -100
+    stats = ("sum_sq_probs", "is_kept")
+    for given, targets in (({"labels": several}, shifted), ({"shift_labels": several}, several)):
+        logits = unbind(model)(tokens, attention_mask=mask, use_cache=False).logits / 0.7
+        expected = reference.scores_of(logits, targets, **kept, stats=stats)
+        wanted = check.gradients(model, (expected.log_probs, expected.entropy))
+        call = {"attention_mask": mask, "temperature": 0.7, "return_log_probs": True, "stats": stats}
+        out = bind(model)(tokens, **call, **kept, **given)
+        assert out.log_probs.shape == (*tokens.shape, 3)
+        torch.testing.assert_close(out.log_probs, expected.log_probs, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(out.entropy, expected.entropy, rtol=1e-9, atol=1e-9)
+        for name, x in out.stats.items():
+            torch.testing.assert_close(x, expected.stats[name], rtol=1e-9, atol=1e-9)  # type: ignore[index]
+        check.gradients_equal(check.gradients(model, (out.log_probs, out.entropy)), wanted, rtol=1e-6)
+
+
+def test_a_loss_over_a_kept_set(make_model: Any, tokens: Tensor, check: Any) -> None:
+    model = make_model()
+    expected = full(model, check.shift(tokens), tokens, **KEPT[2])
+    wanted = check.gradients(model, ((expected.log_probs + 0.1 * expected.entropy).sum(),))
+    call = {"return_log_probs": True, "temperature": 0.7, **KEPT[2]}
+    out = bind(model)(tokens, loss_fn=lambda scores, index: scores.log_probs + 0.1 * scores.entropy, **call)
+    torch.testing.assert_close(out.log_probs, expected.log_probs, rtol=1e-9, atol=1e-9)
+    check.gradients_equal(check.gradients(model, (out.loss,)), wanted, rtol=1e-6)
+
+
 def test_inputs_embeds_need_labels(make_model: Any, tokens: Tensor, check: Any) -> None:
     model = make_model()
     embeds = model.get_input_embeddings()(tokens).detach()
@@ -207,6 +269,13 @@ def test_a_mixture_of_experts_keeps_its_routers_loss(tokens: Tensor) -> None:
         ({"temperature": 0.0}, InvalidInputError, ["temperature", "0.0", "positive"]),
         ({"temperature": float("nan")}, InvalidInputError, ["temperature", "nan"]),
         ({"keep_bytes": -1}, InvalidInputError, ["keep_bytes", "-1"]),
+        ({"top_k": 0}, InvalidInputError, ["top_k", "0"]),
+        ({"top_p": 1.5}, InvalidInputError, ["top_p", "1.5"]),
+        ({"stats": ("entropy",)}, InvalidInputError, ["stats", "'is_kept'"]),
+        ({"stats": "is_kept"}, InputTypeError, ["stats", "tuple"]),
+        ({"stats": ("is_kept",), "loss_fn": lambda s, i: s.log_probs}, InvalidInputError, ["stats", "loss_fn"]),
+        ({"shift_labels": torch.zeros(3, 6, 2, dtype=torch.long)}, InvalidInputError, ["(3, 6, 2)", "(3, 7)"]),
+        ({"shift_labels": torch.zeros(3, 7, 2, 1, dtype=torch.long)}, InvalidInputError, ["(3, 7, 2, 1)", "(3, 7)"]),
         ({"input_ids": torch.zeros(3, 7, dtype=torch.long)}, InvalidInputError, ["input_ids", "twice|both"]),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations import tensor_parallel
 
 from logitless.errors import UnsupportedError
+from logitless.reference import scores_of
 from logitless.testing.distributed import run_ranks
 from logitless_hf import bind, inspect_head
 
@@ -70,6 +71,15 @@ def sharded(rank: int, size: int, build: Build, tokens: Tensor) -> Any:
         results.append(([out.log_probs.detach(), out.entropy.detach()], grads))
     detached = model(tokens, return_log_probs=True, entropy_grad=False)
     assert (detached.log_probs.requires_grad, detached.entropy.requires_grad) == (True, False)
+    kept: dict[str, Any] = {"top_k": 20, "top_p": 0.7, "stats": ("is_kept", "mean_logit")}
+    several = torch.stack([tokens, tokens.roll(1, 1)], -1)
+    with torch.no_grad():
+        found = model(tokens, return_log_probs=True, temperature=temperatures(), shift_labels=several, **kept)
+        logits = full(model(tokens, use_cache=False).logits) / temperatures()[..., None]
+    expected = scores_of(logits, several, **kept)
+    torch.testing.assert_close(found.log_probs, expected.log_probs, rtol=1e-9, atol=1e-9)
+    for name, x in found.stats.items():
+        torch.testing.assert_close(x, expected.stats[name], rtol=1e-9, atol=1e-9)  # type: ignore[index]
     return results
 
 

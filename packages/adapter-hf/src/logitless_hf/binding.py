@@ -181,12 +181,15 @@ def bind(model: Model, backend: str | None = None) -> Model:
     """Teach a model to return scores in place of logits; the same object comes back.
 
     Afterwards `model(..., return_log_probs=True, temperature=1.0, entropy=True, entropy_grad=True, labels=None,
-    shift_labels=None, loss_fn=None, keep_bytes=0)` returns a `CausalLMOutputForPPO`; without `return_log_probs` the
-    model is as it was. What the family does to its logits is identified by running it on eight tokens, and the result
-    checked against the model's own logits; random states, buffers, modes and gradients stay as they are. A model on
-    the meta device is examined at its first scoring call. A PeftModel has its inner model bound. A sharded model is
-    bound on all ranks. What is changed about the head afterwards (a config's softcap, say) needs another `bind`. While
-    one thread scores, another may not call the model.
+    shift_labels=None, loss_fn=None, keep_bytes=0, top_k=None, top_p=None, stats=())` returns a `CausalLMOutputForPPO`;
+    without `return_log_probs` the model is as it was. `top_k`, `top_p` and `stats` are those of
+    `logitless.linear_log_probs`; labels of either name may hold K tokens for each position, [batch, sequence, K].
+
+    What the family does to its logits is identified by running it on eight tokens, and the result checked against the
+    model's own logits; random states, buffers, modes and gradients stay as they are. A model on the meta device is
+    examined at its first scoring call. A PeftModel has its inner model bound. A sharded model is bound on all ranks.
+    What is changed about the head afterwards (a config's softcap, say) needs another `bind`. While one thread scores,
+    another may not call the model.
 
     Args:
         model: a transformers causal language model.

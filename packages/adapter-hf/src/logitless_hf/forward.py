@@ -11,7 +11,7 @@ Shape suffixes: B sequences, S columns, T packed tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -24,6 +24,7 @@ from logitless.errors import InvalidInputError, LogitlessError, UnsupportedError
 from logitless.packing import PaddedBatch
 from logitless_hf.attention import FLASH, PACKED, attention_configs, implementations, packed_attention
 from logitless_hf.binding import bind, unbind
+from logitless_hf.labels import IGNORE_INDEX
 from logitless_hf.outputs import CausalLMOutputForPPO
 from logitless_hf.probe import probe_tokens, undisturbed
 from logitless_hf.recurrent import recurrent_layers
@@ -36,6 +37,7 @@ Borders = Literal["packed", "flash", "positions"]
 OWN_KEYWORDS = {
     *("input_ids", "inputs_embeds", "attention_mask", "position_ids", "labels", "shift_labels", "temperature"),
     *("entropy", "entropy_grad", "loss_fn", "keep_bytes", "return_log_probs", "use_cache", "past_key_values", "cache"),
+    *("top_k", "top_p", "stats"),
 }
 OF_TOKENS = {"token_type_ids", "mm_token_type_ids"}
 INSTEAD = "; use layout='bshd'"
@@ -51,6 +53,15 @@ def _check_batch(batch: Any, multi_modal_inputs: Mapping[str, Any] | None) -> No
     taken = sorted(OWN_KEYWORDS.intersection(multi_modal_inputs or ()))
     if taken:
         raise InvalidInputError(f"multi_modal_inputs: got {', '.join(taken)}, which the batch and this call determine")
+
+
+def _checked(labels: Tensor, batch: PackedBatch) -> Tensor:
+    """Labels that stand in place of the batch's own."""
+    expected = batch.labels.shape[0]
+    if not isinstance(labels, Tensor) or labels.ndim not in (1, 2) or labels.shape[0] != expected:
+        got = f"shape {tuple(labels.shape)}" if isinstance(labels, Tensor) else type(labels).__qualname__
+        raise InvalidInputError(f"labels: got {got}, expected a tensor ({expected},) or ({expected}, K) in batch order")
+    return labels
 
 
 def _one_row(batch: PackedBatch) -> PaddedBatch:
@@ -88,6 +99,10 @@ class PackedForward:
         loss_fn: Callable[[TokenLogProbs, Tensor], Tensor] | None = None,
         keep_bytes: int = 0,
         multi_modal_inputs: Mapping[str, Any] | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        stats: Sequence[str] = (),
+        labels: Tensor | None = None,
     ) -> CausalLMOutputForPPO:
         """As `logitless.ForwardFn`; `loss_fn` gets indices of batch order, and has no use for `keep_bytes`.
 
@@ -109,7 +124,7 @@ class PackedForward:
             out: CausalLMOutputForPPO = self.model(
                 input_ids=rows.input_ids,
                 **({} if self.own_positions else {"position_ids": rows.position_ids}),
-                shift_labels=rows.labels,
+                shift_labels=rows.labels if labels is None else rows.to_rows(_checked(labels, batch), IGNORE_INDEX),
                 use_cache=False,
                 return_log_probs=True,
                 temperature=Uncast(temperature),
@@ -117,6 +132,9 @@ class PackedForward:
                 entropy_grad=entropy_grad,
                 loss_fn=None if loss_fn is None else by_packed_index,
                 keep_bytes=keep_bytes,
+                top_k=top_k,
+                top_p=top_p,
+                stats=stats,
                 **self._mask(batch, rows),
                 **media,
             )
@@ -124,6 +142,8 @@ class PackedForward:
             scores = out.get(name)  # type: ignore[no-untyped-call]  # not the attribute: see `for_ddp`
             if scores is not None:
                 setattr(out, name, rows.to_packed(scores))
+        if out.stats is not None:
+            out.stats = {name: rows.to_packed(x) for name, x in out.stats.items()}
         return out
 
     def _media(self, batch: PackedBatch, rows: PaddedBatch, inputs: Mapping[str, Any]) -> dict[str, Any]:

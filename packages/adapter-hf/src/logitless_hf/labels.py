@@ -73,19 +73,19 @@ def _check_kept_apart(goes_up: Tensor, call: Mapping[str, Any], shape: tuple[int
 
 
 def next_token_labels(tokens: Tensor, call: Mapping[str, Any]) -> Tensor:
-    """Labels [B, S] int64: at t the token at t+1, or IGNORE_INDEX where none of the same sequence follows.
+    """Labels [B, S] or [B, S, K] int64: at t those at t+1, or IGNORE_INDEX where none of the same sequence follows.
 
     A border is where `attention_mask` is 0 (or changes), `position_ids` do not go up, or `cu_seq_lens` say so.
 
     Args:
-        tokens: [B, S], `labels` or `input_ids`, not shifted.
+        tokens: [B, S], `labels` or `input_ids`, or K tokens to score at each place, [B, S, K]; not shifted.
         call: what the model was called with, by name.
 
     Raises:
         InvalidInputError: the borders cannot be told, or the call would mix packed sequences.
     """
-    if not isinstance(tokens, Tensor) or tokens.ndim != 2:
-        raise _no_borders("labels", tokens, "[batch, sequence]")
+    if not isinstance(tokens, Tensor) or tokens.ndim not in (2, 3):
+        raise _no_borders("labels", tokens, "[batch, sequence] or [batch, sequence, K]")
     shape = (tokens.shape[0], tokens.shape[1])
     shifted = torch.full_like(tokens, IGNORE_INDEX, dtype=torch.int64)
     if shape[1] < 2:
@@ -104,5 +104,7 @@ def next_token_labels(tokens: Tensor, call: Mapping[str, Any]) -> Tensor:
                 _check_kept_apart(found, call, shape)
             same = found if same is None else same & found
     following = tokens[:, 1:].long()
-    shifted[:, :-1] = following if same is None else following.masked_fill(~same, IGNORE_INDEX)
+    if same is not None:
+        following = following.masked_fill(~(same if tokens.ndim == 2 else same.unsqueeze(-1)), IGNORE_INDEX)
+    shifted[:, :-1] = following
     return shifted

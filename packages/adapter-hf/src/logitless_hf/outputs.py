@@ -47,12 +47,14 @@ class CausalLMOutputForPPO(_FlattenedByItems, CausalLMOutputWithPast):
         loss: what the call's `loss_fn` gave, summed; None without one.
         values: [batch, sequence] of a value model, whose other scores are None; else None.
         aux_loss: the router's loss, where the family returns one.
+        stats: the statistics that were asked for, by name; None if none were.
     """
 
     log_probs: Tensor | None = None
     entropy: Tensor | None = None
     values: Tensor | None = None  # type: ignore[assignment]
     aux_loss: Tensor | None = None
+    stats: dict[str, Tensor] | None = None
 
     if "cache" in {field.name for field in fields(CausalLMOutputWithPast)}:  # renamed in transformers 5.24
 
@@ -99,12 +101,14 @@ def scored_output(
     entropy: Tensor | None,
     loss: Tensor | None = None,
     values: Tensor | None = None,
+    stats: dict[str, Tensor] | None = None,
 ) -> CausalLMOutputForPPO:
     """The family's output with scores, or values, in place of its logits."""
     if not isinstance(family, generic.ModelOutput):
         raise UnsupportedError(f"the model returned a {type(family).__qualname__}, expected a ModelOutput")
     kept = {name: value for name, value in family.items() if name not in ("loss", "logits")}
-    return _with_fields(_extra(family))(**kept, log_probs=log_probs, entropy=entropy, loss=loss, values=values)
+    cls = _with_fields(_extra(family))
+    return cls(**kept, log_probs=log_probs, entropy=entropy, loss=loss, values=values, stats=stats)
 
 
 class _CalledValues(Tensor):
@@ -156,7 +160,14 @@ def unrounded(output: Any, scores: CausalLMOutputForPPO | None) -> Any:
     """
     if isinstance(output, CausalLMOutputForPPO):
         for name in ("log_probs", "entropy", "loss"):
-            rounded, exact = getattr(output, name), getattr(scores, name, None)
-            if isinstance(rounded, Tensor) and isinstance(exact, Tensor) and rounded.dtype != exact.dtype:
-                setattr(output, name, exact)
+            setattr(output, name, _exact(getattr(output, name), getattr(scores, name, None)))
+        made = getattr(scores, "stats", None) or {}
+        if output.stats is not None:
+            output.stats = {name: _exact(x, made.get(name)) for name, x in output.stats.items()}
     return output
+
+
+def _exact(rounded: Any, made: Any) -> Any:
+    """The second where it is the first in another dtype."""
+    both = isinstance(rounded, Tensor) and isinstance(made, Tensor)
+    return made if both and rounded.dtype != made.dtype else rounded

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache, partial
 from typing import Any
@@ -46,6 +46,9 @@ class Options:
     shift_labels: Tensor | None = None
     loss_fn: Callable[..., Any] | None = None
     keep_bytes: int = 0
+    top_k: int | None = None
+    top_p: float | None = None
+    stats: Sequence[str] = ()
 
 
 OPTIONS = tuple(field.name for field in fields(Options))  # here, since dynamo does not trace `fields`
@@ -190,6 +193,8 @@ def valued_forward(
     """
     call = _family_call(forward, args, kwargs)
     options = Options(**{name: call.pop(name) for name in OPTIONS if name in call})
+    if options.stats:
+        raise InvalidInputError("stats: got some, expected none; a value model has no distribution, use .values")
     if options.loss_fn is not None:
         raise InvalidInputError("loss_fn: got one, expected None; a value model has no scores to give it, use .values")
     _prepare(model, forward, call)
@@ -235,13 +240,17 @@ def scored_forward(
         call = _stand_in_call(model, call)
     with emptied(model, transform.offset):
         output, hidden, head = capture(model, lambda: forward(model, **call))
+    tokens = targets.shape[: hidden.ndim - 1]
     if empty:  # what the family returned is of the stand-in token
-        output, hidden = CausalLMOutputForPPO(), hidden.flatten(0, -2)[:0].view(*targets.shape, hidden.shape[-1])
-    if targets.shape != hidden.shape[:-1]:
+        output, hidden = CausalLMOutputForPPO(), hidden.flatten(0, -2)[:0].view(*tokens, hidden.shape[-1])
+    if tokens != hidden.shape[:-1] or targets.ndim > hidden.ndim:
         name = "labels" if options.shift_labels is None else "shift_labels"
         raise InvalidInputError(
-            f"{name}: got shape {tuple(targets.shape)}, expected {tuple(hidden.shape[:-1])}, one for each position"
+            f"{name}: got shape {tuple(targets.shape)}, expected {tuple(hidden.shape[:-1])}, one for each position, or "
+            "K more of each in a last dimension"
         )
+    if options.stats and options.loss_fn is not None:
+        raise InvalidInputError("stats: got some with a loss_fn, expected none: its single pass makes no statistics")
 
     def op(hidden: Tensor, rows: HeadRows, lora: tuple[tuple[Tensor, Tensor], ...]) -> Results:
         bias = _bias(model, transform.offset, rows)
@@ -257,15 +266,21 @@ def scored_forward(
             "entropy_grad": options.entropy_grad,
             "ignore_index": IGNORE_INDEX,
             "backend": backend,
+            "top_k": options.top_k,
+            "top_p": options.top_p,
         }
         if options.loss_fn is None:
-            scores = linear_log_probs(**asked, keep_bytes=options.keep_bytes)
+            scores = linear_log_probs(**asked, keep_bytes=options.keep_bytes, stats=options.stats)
+            found = scores.stats or {}
             # Cloned, since they are views: FSDP2 hangs its backward on what a module returns, and warns of views.
-            return scores.log_probs.clone(), None if scores.entropy is None else scores.entropy.clone(), None
+            entropy = None if scores.entropy is None else scores.entropy.clone()
+            return scores.log_probs.clone(), entropy, None, *(found[name] for name in options.stats)
         loss, scores = linear_policy_loss(**asked, loss_fn=options.loss_fn)
         return scores.log_probs, scores.entropy, loss
 
-    return scored_output(output, *call_head(head, hidden, op))
+    log_probs, entropy, loss, *further = call_head(head, hidden, op)
+    stats = dict(zip(options.stats, further, strict=True)) or None
+    return scored_output(output, log_probs, entropy, loss, stats=stats)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

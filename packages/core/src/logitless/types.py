@@ -5,7 +5,7 @@ Shape suffixes: N tokens, n scored tokens (n <= N), D hidden size, V vocab rows 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -75,6 +75,8 @@ class CausalLMOutputForPPO(Protocol):
     def attentions(self) -> Any: ...
     @property
     def aux_loss(self) -> Tensor | None: ...
+    @property
+    def stats(self) -> Mapping[str, Tensor] | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,7 +279,11 @@ class Backend(Protocol):
 
 
 class ForwardFn(Protocol):
-    """A model bound for training: this rank's tokens in, their scores out."""
+    """A model bound for training: this rank's tokens in, their scores out.
+
+    `top_k`, `top_p` and `stats` are `linear_log_probs`'s. `labels` [T] or [T, K] stand in place of the batch's own, in
+    its order and already shifted; log_probs, and statistics of a label, are then of their shape.
+    """
 
     def __call__(
         self,
@@ -289,6 +295,10 @@ class ForwardFn(Protocol):
         loss_fn: Callable[[TokenLogProbs, Tensor], Tensor] | None = None,
         keep_bytes: int = 0,
         multi_modal_inputs: Mapping[str, Any] | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        stats: Sequence[str] = (),
+        labels: Tensor | None = None,
     ) -> CausalLMOutputForPPO: ...
 
 

@@ -29,6 +29,7 @@ class CausalLMOutputForPPO:
     hidden_states: None = None
     attentions: None = None
     aux_loss: None = None
+    stats: None = None
 
 
 @dataclass
