@@ -196,7 +196,7 @@ SYBIL = Sybil(
     parsers=[
         PythonCodeBlockParser(doctest_optionflags=ELLIPSIS | NORMALIZE_WHITESPACE),
         CodeBlockParser(language="bash", evaluator=check_commands),
-        CodeBlockParser(language="jsonl", evaluator=check_records),
+        CodeBlockParser(language="json", evaluator=check_records),
         SkipParser(),
     ]
 )
@@ -254,7 +254,7 @@ def test_blocks_run_in_order(
         ("```python\nx = 1\n```\n\n```python\nassert x == 2\n```\n", "assert x == 2"),
         ("```python\n>>> int('a')\nTraceback (most recent call last):\n    ...\nValueError: b\n```\n", "ValueError: b"),
         ("```bash\nlogitless scores\n```\n", "No such command"),
-        ('```jsonl\n{"prompt": "a"}\n```\n', "line 1"),
+        ('```json\n{"prompt": "a"}\n```\n', "line 1"),
         ('<!-- skip: next "no GPU" -->\n```python\nx = = 1\n```\n', "invalid syntax"),
         ("<!-- invisible-code-block: python\nassert False\n-->\n", "assert False"),
     ],
