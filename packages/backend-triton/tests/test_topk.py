@@ -13,7 +13,10 @@ from full_logits import DEVICE, FULL, HAS_GPU, STATS, check, example_of, truth
 import logitless
 from logitless import reference
 from logitless.testing import AllocationGuard
+from logitless_triton import forward as forward_module
 from logitless_triton import held as held_module
+from logitless_triton import rows as rows_module
+from logitless_triton.config import Config, Device, Tile, trying
 from logitless_triton.layout import held_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy says aloud what a GPU does silently
@@ -42,6 +45,24 @@ def test_chunks_of_few_tokens() -> None:
     assert [held_rows(13, 300, 128, room) for room in (6800, 1)] == [2, 1]
     for room in (6800, 1):
         check(example_of(), top_k=7, workspace_bytes=room)
+
+
+@pytest.mark.skipif(HAS_GPU, reason="a GPU does so by itself")
+def test_as_on_a_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits stored through a descriptor, in quarters of a tile, and a program for each row."""
+    blocks: list[tuple[torch.dtype, list[int]]] = []
+    original = forward_module.descriptor
+
+    def descriptor(tensor: torch.Tensor, block: list[int]) -> Any:
+        blocks.append((tensor.dtype, block))
+        return original(tensor, block)
+
+    monkeypatch.setattr(forward_module, "descriptor", descriptor)
+    monkeypatch.setattr(rows_module, "device_facts", lambda device: Device((9, 0), 3))
+    tile = Tile(32, 64, 16, warps=4, stages=2, per_sm=2)
+    with trying(Config(tile, tile)):
+        check(example_of(3, torch.float16, ignored=False), top_k=20, top_p=0.8)
+    assert (torch.float32, [32, 16]) in blocks
 
 
 def logits_of(z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

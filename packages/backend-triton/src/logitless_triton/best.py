@@ -18,9 +18,10 @@ from torch import Tensor
 
 from logitless.collectives import gather_stacked
 from logitless.types import Problem
+from logitless_triton.candidates import blocks, float_of, listed, tile_columns
 from logitless_triton.held import Held
 from logitless_triton.rows import Rows, Work
-from logitless_triton.threshold import blocks, float_of, listed, search, tile_columns
+from logitless_triton.threshold import search
 from logitless_triton.tile import ceil_div
 
 __all__ = ["top_k_log_probs"]

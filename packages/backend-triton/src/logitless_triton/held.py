@@ -20,12 +20,13 @@ from torch import Tensor
 
 from logitless.collectives import gather_stacked
 from logitless.types import Forwarded, Problem
+from logitless_triton.candidates import Tiles, listed
 from logitless_triton.combine import combine
 from logitless_triton.forward import Scores, forward_pass, scan
 from logitless_triton.kept import Kept
 from logitless_triton.layout import LOGITS, held_rows
 from logitless_triton.rows import LOG2E, Rows, Work
-from logitless_triton.threshold import SUMS, Tiles, kept_sums, listed, search
+from logitless_triton.threshold import SUMS, kept_sums, search
 from logitless_triton.tile import LN2, ceil_div
 
 __all__ = ["Held", "HeldScores", "forward", "held_pass", "needs_logits"]
@@ -191,7 +192,7 @@ def held_pass(held: Held, rows: Rows, scores: HeldScores, start: int) -> None:
     own[len(SUMS) + 1 :] = held.at_labels(rows).T
 
 
-_LOWEST_KEY = -(0x7F800000 + 1)  # of −inf, in the order of `logitless_triton.threshold`
+_LOWEST_KEY = -(0x7F800000 + 1)  # `logitless_triton.candidates.key_of` −inf
 
 
 def _find(held: Held, rows: Rows, partials: tuple[Tensor, Tensor, Tensor], threshold: Tensor, out: Tensor) -> None:

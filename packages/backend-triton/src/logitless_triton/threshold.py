@@ -1,16 +1,10 @@
-"""The least logit that a token keeps, and sums over the kept ones, from logits that are held and their tiles' maxima.
+"""The least logit that a token keeps, and sums over the kept ones, from logits that are held.
 
-A kept set is {x >= t}. Tiles whose maximum is less than t need not be read, and a floor under t is known from the
-tiles' partial statistics alone (m and s of `logitless_triton.forward`; E = 2^((m − M)·f) a tile's largest term):
-
-    top_k    as many tiles as k have a maximum of at least the floor
-    top_p    what may lie below it is less than 1 − p of the mass: all of a tile with a lesser maximum, and of another
-             s·E − E, or 2^((floor − M)·f) for each of its other columns, whichever is less
-
-t is then searched for among the floats from there to M, in the order of their bits, which holds ties exactly: a round
-finds the mass (or the number) of the logits at or above seven levels, and with it an eighth of the interval; the
-largest and the least logit within say when only one is left. The rounds are launches, so that ranks which share a
-vocabulary can add up their masses in between.
+The threshold t of a kept set {x >= t} is searched for among the floats from a floor to M, in the order of their bits,
+which holds ties exactly: a round finds the mass (or the number) of the logits at or above seven levels, and with it an
+eighth of the interval; the largest and the least logit within say when only one is left. The rounds are launches, so
+that ranks which share a vocabulary can add up their masses in between. Only the tiles of `logitless_triton.candidates`
+are read.
 
 A program serves one row (in the interpreter, whose time goes by programs, more), whose bits depend on nothing else.
 """
@@ -20,7 +14,6 @@ A program serves one row (in the interpreter, whose time goes by programs, more)
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,186 +22,15 @@ import triton.language as tl
 from torch import Tensor
 
 from logitless.collectives import gather_stacked
+from logitless_triton.candidates import Tiles, blocks, float_of, key_of, tile_columns
 from logitless_triton.tile import FLOOR, ceil_div
 
-__all__ = ["SUMS", "Tiles", "blocks", "float_of", "kept_sums", "listed", "search", "tile_columns"]
+__all__ = ["SUMS", "kept_sums", "search"]
 
-_LOWEST = tl.constexpr(-1.0e30)
 ROUNDS = 11  # of an eighth each: 2^32 floats
 SUMS = ("rest", "largest", "moment", "squares", "dropped")
 """Rows of `kept_sums`: Σ 2^((x−M)·f) of x < M, how many x are M, T and Σ 2^(2(x−M)·f) of what is kept, and the largest
 x that is not."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tiles:
-    """Which tiles of each row are to be read, in ascending order."""
-
-    ids: Tensor  # [m, tiles] int32
-    count: Tensor  # [m] int32
-    outside: Tensor  # [m] the largest x of the other tiles
-
-
-def blocks(work: Any) -> dict[str, int]:
-    """Rows of a program, and how many of each row's logits it looks at together."""
-    rows, block = (16, 512) if work.interpreted else (1, 1024)
-    return {"WIDTH": work.config.forward.columns, "ROWS": rows, "BLOCK": block, "num_warps": 4}
-
-
-@triton.jit
-def _key(x):
-    """An integer in the order of the floats."""
-    bits = x.to(tl.int32, bitcast=True)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
-
-
-@triton.jit
-def float_of(key):
-    """The float that `_key` made it of."""
-    bits = key.to(tl.int32)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def tile_columns(ids, rows, first, count, V, stride_ids, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Columns [ROWS, BLOCK] of the listed tiles from the first on, and which of them there are."""
-    offs = tl.arange(0, BLOCK)[None, :]
-    place = first + offs // WIDTH
-    listed = place < count[:, None]
-    tile = tl.load(ids + rows.to(tl.int64)[:, None] * stride_ids + place, mask=listed, other=0)
-    cols = tile * WIDTH + offs % WIDTH
-    return cols, listed & (cols < V)
-
-
-@triton.jit
-def _maxima(parts, mask):
-    """Tiles' maxima, −inf again where the forward had them finite for its differences."""
-    m = tl.load(parts, mask=mask, other=_LOWEST)
-    return tl.where(m > _LOWEST, m, -float("inf"))
-
-
-@triton.jit(do_not_specialize=["N", "TILES", "stride_own", "k"])
-def _floor_kernel(
-    parts,
-    own,
-    f_ptr,
-    floor_ptr,
-    N,
-    TILES,
-    stride_kind,
-    stride_tile,
-    stride_own,
-    k,
-    budget,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    COUNT: tl.constexpr,
-):
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = rows < N
-    tiles = tl.arange(0, BLOCK)[None, :]
-    mask = inside[:, None] & (tiles < TILES)
-    at = parts + tiles.to(tl.int64) * stride_tile + rows[:, None]
-    m = _maxima(at, mask)  # [ROWS, BLOCK]
-    f = tl.load(f_ptr + rows, mask=inside, other=0.0)
-    M = tl.load(own + rows, mask=inside, other=0.0)
-    allowed = tl.load(own + stride_own + rows, mask=inside, other=0.0) * budget
-    top = tl.exp2((m - M[:, None]) * f[:, None])
-    mass = top * tl.load(at + stride_kind, mask=mask, other=0.0)
-    others = tl.maximum(mass - top, 0.0)
-    low = _key(tl.full((ROWS,), -float("inf"), tl.float32))  # serves, whatever there is
-    high = _key(M) + 1
-    for _ in range(32):
-        middle = low + ((high - low) >> 1)
-        level = float_of(middle)
-        if COUNT:
-            serves = tl.sum((m >= level[:, None]).to(tl.int32), 1) >= k
-        else:
-            most = tl.exp2((level - M) * f) * (WIDTH - 1)
-            below = tl.where(m >= level[:, None], tl.minimum(others, most[:, None]), mass)
-            serves = tl.sum(below, 1) < allowed
-        low = tl.where(serves, middle, low)
-        high = tl.where(serves, high, middle)
-    tl.store(floor_ptr + rows, float_of(low), mask=inside)
-
-
-@triton.jit(do_not_specialize=["N", "TILES", "stride_ids"])
-def _list_kernel(
-    parts,
-    floor_ptr,
-    M_ptr,
-    ids,
-    count_ptr,
-    outside_ptr,
-    bracket,
-    N,
-    TILES,
-    stride_tile,
-    stride_ids,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = rows < N
-    tiles = tl.arange(0, BLOCK)[None, :]
-    mask = inside[:, None] & (tiles < TILES)
-    m = _maxima(parts + tiles.to(tl.int64) * stride_tile + rows[:, None], mask)
-    floor = tl.load(floor_ptr + rows, mask=inside, other=0.0)
-    chosen = (m >= floor[:, None]) & mask
-    place = tl.cumsum(chosen.to(tl.int32), 1) - 1
-    at = ids + rows.to(tl.int64)[:, None] * stride_ids + place
-    tl.store(at, tl.broadcast_to(tiles, (ROWS, BLOCK)), mask=chosen)
-    tl.store(count_ptr + rows, tl.sum(chosen.to(tl.int32), 1), mask=inside)
-    tl.store(outside_ptr + rows, tl.max(tl.where(chosen, -float("inf"), m), 1), mask=inside)
-    tl.store(bracket + rows, _key(floor), mask=inside)
-    tl.store(bracket + N + rows, _key(tl.load(M_ptr + rows, mask=inside, other=0.0)) + 1, mask=inside)
-
-
-def listed(
-    work: Any, f: Tensor, parts: Tensor, own: Tensor, top: Tensor, group: Any, *, k: int | None, p: float | None
-) -> tuple[Tiles, Tensor]:
-    """The tiles that may hold what is kept, and between which keys [2, m] the threshold lies.
-
-    Args:
-        parts: [3, tiles, >= m] of this rank's tiles.
-        own: [3, >= m], M, S and T of this rank.
-        top: [m], M of all ranks.
-        k, p: how many logits are to be found, or which part of the mass.
-    """
-    count, tiles, found_blocks = f.shape[0], parts.shape[1], blocks(work)
-    found_blocks["BLOCK"] = max(16, triton.next_power_of_2(tiles))
-    width, floor = found_blocks.pop("WIDTH"), work.empty(count)
-    # Half a percent of what is not kept, and 1e-5 of all, is left to rounding.
-    budget = 0.0 if p is None else max(0.0, 0.995 * (1.0 - p) - 1e-5)
-    bracket = work.empty(2, count, dtype=torch.int64)
-    ids, counts = work.empty(count, tiles, dtype=torch.int32), work.empty(count, dtype=torch.int32)
-    found = Tiles(ids, counts, work.empty(count))
-    if not count:
-        return found, bracket
-    grid = (ceil_div(count, found_blocks["ROWS"]),)
-    _floor_kernel[grid](
-        parts,
-        own,
-        f,
-        floor,
-        count,
-        tiles,
-        parts.stride(0),
-        parts.stride(1),
-        own.stride(0),
-        k or 0,
-        budget,
-        WIDTH=width,
-        COUNT=k is not None,
-        **found_blocks,
-    )
-    if group is not None:  # k logits of one rank are k of all; of the mass, each rank may leave out its own part
-        ranks = gather_stacked(floor, group)
-        floor = ranks.amax(0) if k is not None else ranks.amin(0)
-    strides = (parts.stride(1), ids.stride(0))
-    _list_kernel[grid](parts, floor, top, ids, counts, found.outside, bracket, count, tiles, *strides, **found_blocks)
-    return found, bracket
 
 
 @triton.jit
@@ -236,7 +58,7 @@ def _narrowed(low, high, found, wanted_ptr, rows, inside, N, RANKS: tl.constexpr
     new_low = tl.max(tl.where(enough, level, low[:, None]), 1)
     new_high = tl.min(tl.where(enough, high[:, None], level), 1)
     alone = largest == least  # the only logit between low and high
-    new_low = tl.where(alone, _key(largest), new_low)
+    new_low = tl.where(alone, key_of(largest), new_low)
     new_high = tl.where(alone, new_low + 1, new_high)
     is_open = high - low > 1  # else nothing was found, and what is read is not of this search
     return tl.where(is_open, new_low, low), tl.where(is_open, new_high, high)

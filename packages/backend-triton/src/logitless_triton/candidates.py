@@ -1,0 +1,203 @@
+"""Which tiles of a row may hold what is kept: from their maxima and sums alone, before a logit is looked at.
+
+A kept set is {x >= t}, so tiles whose maximum is less than t need not be read. A floor under t is known from the tiles'
+partial statistics (m and s of `logitless_triton.forward`; E = 2^((m − M)·f) is a tile's largest term):
+
+    top_k    as many tiles as k have a maximum of at least the floor
+    top_p    what may lie below it is less than 1 − p of the mass: all of a tile with a lesser maximum, and of another
+             s·E − E, or 2^((floor − M)·f) for each of its other columns, whichever is less
+
+The floor is the highest that serves, by bisection over the floats in the order of their bits.
+"""
+
+# mypy: ignore-errors
+# (Triton has no types)
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from logitless.collectives import gather_stacked
+from logitless_triton.tile import ceil_div
+
+__all__ = ["Tiles", "blocks", "float_of", "key_of", "listed", "tile_columns"]
+
+_LOWEST = tl.constexpr(-1.0e30)
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Which tiles of each row are to be read, in ascending order."""
+
+    ids: Tensor  # [m, tiles] int32
+    count: Tensor  # [m] int32
+    outside: Tensor  # [m] the largest x of the other tiles
+
+
+def blocks(work: Any) -> dict[str, int]:
+    """Rows of a program, and how many of each row's logits it looks at together."""
+    rows, block = (16, 512) if work.interpreted else (1, 1024)
+    return {"WIDTH": work.config.forward.columns, "ROWS": rows, "BLOCK": block, "num_warps": 4}
+
+
+@triton.jit
+def key_of(x):
+    """An integer in the order of the floats."""
+    bits = x.to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
+
+
+@triton.jit
+def float_of(key):
+    """The float that `key_of` made it of."""
+    bits = key.to(tl.int32)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def tile_columns(ids, rows, first, count, V, stride_ids, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Columns [ROWS, BLOCK] of the listed tiles from the first on, and which of them there are."""
+    offs = tl.arange(0, BLOCK)[None, :]
+    place = first + offs // WIDTH
+    listed = place < count[:, None]
+    tile = tl.load(ids + rows.to(tl.int64)[:, None] * stride_ids + place, mask=listed, other=0)
+    cols = tile * WIDTH + offs % WIDTH
+    return cols, listed & (cols < V)
+
+
+@triton.jit
+def _maxima(parts, mask):
+    """Tiles' maxima, −inf again where the forward had them finite for its differences."""
+    m = tl.load(parts, mask=mask, other=_LOWEST)
+    return tl.where(m > _LOWEST, m, -float("inf"))
+
+
+@triton.jit(do_not_specialize=["N", "TILES", "stride_own", "k"])
+def _floor_kernel(
+    parts,
+    own,
+    f_ptr,
+    floor_ptr,
+    N,
+    TILES,
+    stride_kind,
+    stride_tile,
+    stride_own,
+    k,
+    budget,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COUNT: tl.constexpr,
+):
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = rows < N
+    tiles = tl.arange(0, BLOCK)[None, :]
+    mask = inside[:, None] & (tiles < TILES)
+    at = parts + tiles.to(tl.int64) * stride_tile + rows[:, None]
+    m = _maxima(at, mask)  # [ROWS, BLOCK]
+    f = tl.load(f_ptr + rows, mask=inside, other=0.0)
+    M = tl.load(own + rows, mask=inside, other=0.0)
+    allowed = tl.load(own + stride_own + rows, mask=inside, other=0.0) * budget
+    top = tl.exp2((m - M[:, None]) * f[:, None])
+    mass = top * tl.load(at + stride_kind, mask=mask, other=0.0)
+    others = tl.maximum(mass - top, 0.0)
+    low = key_of(tl.full((ROWS,), -float("inf"), tl.float32))  # serves, whatever there is
+    high = key_of(M) + 1
+    for _ in range(32):
+        middle = low + ((high - low) >> 1)
+        bits = middle.to(tl.int32)
+        level = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+        if COUNT:
+            serves = tl.sum((m >= level[:, None]).to(tl.int32), 1) >= k
+        else:
+            most = tl.exp2((level - M) * f) * (WIDTH - 1)
+            below = tl.where(m >= level[:, None], tl.minimum(others, most[:, None]), mass)
+            serves = tl.sum(below, 1) < allowed
+        low = tl.where(serves, middle, low)
+        high = tl.where(serves, high, middle)
+    tl.store(floor_ptr + rows, float_of(low), mask=inside)
+
+
+@triton.jit(do_not_specialize=["N", "TILES", "stride_ids"])
+def _list_kernel(
+    parts,
+    floor_ptr,
+    M_ptr,
+    ids,
+    count_ptr,
+    outside_ptr,
+    bracket,
+    N,
+    TILES,
+    stride_tile,
+    stride_ids,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = rows < N
+    tiles = tl.arange(0, BLOCK)[None, :]
+    mask = inside[:, None] & (tiles < TILES)
+    m = _maxima(parts + tiles.to(tl.int64) * stride_tile + rows[:, None], mask)
+    floor = tl.load(floor_ptr + rows, mask=inside, other=0.0)
+    chosen = (m >= floor[:, None]) & mask
+    place = tl.cumsum(chosen.to(tl.int32), 1) - 1
+    at = ids + rows.to(tl.int64)[:, None] * stride_ids + place
+    tl.store(at, tl.broadcast_to(tiles, (ROWS, BLOCK)), mask=chosen)
+    tl.store(count_ptr + rows, tl.sum(chosen.to(tl.int32), 1), mask=inside)
+    tl.store(outside_ptr + rows, tl.max(tl.where(chosen, -float("inf"), m), 1), mask=inside)
+    tl.store(bracket + rows, key_of(floor), mask=inside)
+    tl.store(bracket + N + rows, key_of(tl.load(M_ptr + rows, mask=inside, other=0.0)) + 1, mask=inside)
+
+
+def listed(
+    work: Any, f: Tensor, parts: Tensor, own: Tensor, top: Tensor, group: Any, *, k: int | None, p: float | None
+) -> tuple[Tiles, Tensor]:
+    """The tiles that may hold what is kept, and between which keys [2, m] the threshold lies.
+
+    Args:
+        parts: [3, tiles, >= m] of this rank's tiles.
+        own: [3, >= m], M, S and T of this rank.
+        top: [m], M of all ranks.
+        k, p: how many logits are to be found, or which part of the mass.
+    """
+    count, tiles, found_blocks = f.shape[0], parts.shape[1], blocks(work)
+    found_blocks["BLOCK"] = max(16, triton.next_power_of_2(tiles))
+    width, floor = found_blocks.pop("WIDTH"), work.empty(count)
+    # Half a percent of what is not kept, and 1e-5 of all, is left to rounding.
+    budget = 0.0 if p is None else max(0.0, 0.995 * (1.0 - p) - 1e-5)
+    bracket = work.empty(2, count, dtype=torch.int64)
+    ids, counts = work.empty(count, tiles, dtype=torch.int32), work.empty(count, dtype=torch.int32)
+    found = Tiles(ids, counts, work.empty(count))
+    if not count:
+        return found, bracket
+    grid = (ceil_div(count, found_blocks["ROWS"]),)
+    _floor_kernel[grid](
+        parts,
+        own,
+        f,
+        floor,
+        count,
+        tiles,
+        parts.stride(0),
+        parts.stride(1),
+        own.stride(0),
+        k or 0,
+        budget,
+        WIDTH=width,
+        COUNT=k is not None,
+        **found_blocks,
+    )
+    if group is not None:  # k logits of one rank are k of all; of the mass, each rank may leave out its own part
+        ranks = gather_stacked(floor, group)
+        floor = ranks.amax(0) if k is not None else ranks.amin(0)
+    strides = (parts.stride(1), ids.stride(0))
+    _list_kernel[grid](parts, floor, top, ids, counts, found.outside, bracket, count, tiles, *strides, **found_blocks)
+    return found, bracket
