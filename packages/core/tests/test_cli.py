@@ -64,6 +64,8 @@ def test_doctor_prints_for_people() -> None:
     assert done.exit_code == 0
     assert "backends" in done.stdout
     assert "would run on reference" in done.stdout
+    rows = [line.split() for line in done.stdout.splitlines()]
+    assert ["reference", "unknown", "unknown", "yes", "chosen"] in rows
 
 
 def test_doctor_fails_where_the_requested_backend_cannot_serve() -> None:
