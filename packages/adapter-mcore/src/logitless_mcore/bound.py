@@ -5,7 +5,7 @@ Shape suffixes: T packed tokens of the batch as it was given, B sequences, s by 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -96,13 +96,17 @@ class McoreForward:
         loss_fn: Callable[[TokenLogProbs, Tensor], Tensor] | None = None,
         keep_bytes: int = 0,
         multi_modal_inputs: Mapping[str, Any] | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        stats: Sequence[str] = (),
+        labels: Tensor | None = None,
         mtp: bool = False,
     ) -> Any:
         """As `logitless.ForwardFn`; a stage that is not the last returns its raw tensor, a value model `values`.
 
         With `mtp`, the batch's labels also train the model's multi-token prediction heads, at temperature 1 and with
-        the weight of its configuration: Megatron adds the gradients to those of what is returned. Without, those heads
-        do not run.
+        the weight of its configuration, whatever `labels` are given to be scored: Megatron adds the gradients to those
+        of what is returned. Without, those heads do not run.
         """
         inner = language_model(self.model)
         ranks = Ranks.of(inner)
@@ -120,14 +124,23 @@ class McoreForward:
                 values = self.model(**inputs)
             return CausalLMOutputForPPO(values=_home(values.squeeze(-1).t(), places), aux_loss=balance.loss())
         asked = Asked(
-            _grid(run, run.batch.labels).t(),
+            _grid(run, run.batch.labels).t() if labels is None else _grid_of_labels(run, batch, places, labels),
             _grid_of_temperature(run, batch, places, temperature),
             entropy,
             entropy_grad,
             None if loss_fn is None else _by_batch_index(loss_fn, places, run),
             keep_bytes,
             self.backend,
+            top_k,
+            top_p,
+            stats,
         )
+        return self._scored(inputs, run, places, asked, mtp)
+
+    def _scored(
+        self, inputs: dict[str, Any], run: Arrangement, places: Tensor, asked: Asked, mtp: bool
+    ) -> CausalLMOutputForPPO:
+        inner = language_model(self.model)
         transform, vocab_size = examined(self.model, self.backend), vocab_size_of(self.model)
 
         def scored(hidden: Tensor, output_layer: Any, weight: Tensor | None) -> Scored:
@@ -142,8 +155,13 @@ class McoreForward:
             inputs |= {"labels": further, "loss_mask": (further != IGNORE_INDEX).float()}
         with balance_of(inner) as balance:
             found: Scored = run_scored(self.model, inputs, scored, ahead=ahead)
-        entropies = None if found.entropy is None else _home(found.entropy, places)
-        return CausalLMOutputForPPO(_home(found.log_probs, places), entropies, loss=found.loss, aux_loss=balance.loss())
+        return CausalLMOutputForPPO(
+            _home(found.log_probs, places),
+            None if found.entropy is None else _home(found.entropy, places),
+            loss=found.loss,
+            aux_loss=balance.loss(),
+            stats=None if found.stats is None else {name: _home(x, places) for name, x in found.stats.items()},
+        )
 
 
 # --- between the batch's order and the grid that the model runs ----------------------------------------------------
@@ -199,8 +217,22 @@ def _places(batch: PackedBatch, run: Arrangement) -> Tensor:
 
 
 def _home(x: Tensor, places: Tensor) -> Tensor:
-    """[s, b] to [T], the batch's own order."""
-    return x.flatten().index_select(0, places)
+    """[s, b, ...] to [T, ...], the batch's own order."""
+    return x.flatten(0, 1).index_select(0, places)
+
+
+def _grid_of(run: Arrangement, places: Tensor, x: Tensor, fill: float) -> Tensor:
+    """[T, ...] in the batch's order to [s, b, ...], the way back."""
+    b, s = run.shape
+    return x.new_full((s * b, *x.shape[1:]), fill).index_copy(0, places, x).view(s, b, *x.shape[1:])
+
+
+def _grid_of_labels(run: Arrangement, batch: PackedBatch, places: Tensor, labels: Tensor) -> Tensor:
+    expected = batch.labels.shape[0]
+    if not isinstance(labels, Tensor) or labels.ndim not in (1, 2) or labels.shape[0] != expected:
+        got = f"shape {tuple(labels.shape)}" if isinstance(labels, Tensor) else type(labels).__qualname__
+        raise InvalidInputError(f"labels: got {got}, expected a tensor ({expected},) or ({expected}, K) in batch order")
+    return _grid_of(run, places, labels, IGNORE_INDEX)
 
 
 def _grid_of_temperature(
@@ -212,8 +244,7 @@ def _grid_of_temperature(
         raise InvalidInputError(
             f"temperature: got shape {tuple(temperature.shape)}, expected a number or {tuple(batch.labels.shape)}"
         )
-    b, s = run.shape
-    return temperature.new_ones(s * b).index_copy(0, places, temperature).view(s, b)
+    return _grid_of(run, places, temperature, 1.0)
 
 
 def _by_batch_index(

@@ -8,12 +8,13 @@ Shape suffixes: B sequences, S columns, j ragged, P packed tokens of this rank, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from logitless.errors import InvalidInputError, UnsupportedError
+from logitless.types import STATS
 from logitless_mcore.arrangement import IGNORE_INDEX, Arrangement, Layout, Ranks, arrange, as_batch
 from logitless_mcore.capture import is_last_stage, language_model, run_scored, unwrapped
 from logitless_mcore.examine import examined
@@ -198,31 +199,31 @@ def _fused_forward(
     inputs: Mapping[str, Any],
     labels: Tensor,
     temperature: Tensor | float,
-    entropy: bool,
-    backend: str | None,
-    further: Tensor | None = None,
+    further: Tensor | None,
+    **asked: Any,
 ) -> Any:
-    """{"log_probs", "entropy"} of labels [1, P] or [B, S'], in the caller's layout; or the raw stage tensor.
+    """Scores of labels [1, P] or [B, S'], or K of each in a last dimension, in the caller's layout; or the raw tensor.
 
-    `further`, labels of the same shape, trains multi-token prediction.
+    `further`, labels without that dimension, trains multi-token prediction. `asked` are fields of `Asked`.
     """
     if not is_last_stage(model):
         return model(**inputs)
+    backend = asked["backend"]
     transform, vocab_size = examined(model, backend), vocab_size_of(model)
     ahead = None
     if further is not None:
+        if further.ndim != 2:
+            raise InvalidInputError("labels: got several for each place, expected one, to train further heads by")
         ahead = Ahead(language_model(model), transform, vocab_size, backend)
         inputs = {**inputs, "labels": further, "loss_mask": (further != IGNORE_INDEX).float()}
-    asked = Asked(labels.t(), _temperature(arrangement, temperature), entropy, backend=backend)
+    call = Asked(labels.transpose(0, 1), _temperature(arrangement, temperature), **asked)
 
     def scored(hidden: Tensor, output_layer: Any, weight: Tensor | None) -> Scored:
-        return score(hidden, output_layer, weight, transform, vocab_size, asked)
+        return score(hidden, output_layer, weight, transform, vocab_size, call)
 
     found: Scored = run_scored(model, inputs, scored, ahead=ahead)
-    out = {"log_probs": arrangement.unpack(found.log_probs.t())}
-    if found.entropy is not None:
-        out["entropy"] = arrangement.unpack(found.entropy.t())
-    return out
+    out = {"log_probs": found.log_probs, "entropy": found.entropy, **(found.stats or {})}
+    return {name: arrangement.unpack(x.transpose(0, 1)) for name, x in out.items() if x is not None}
 
 
 def fused_forward_model_gen(vision_model: bool = False) -> Callable[..., Any]:
@@ -242,6 +243,9 @@ def fused_forward_model_gen(vision_model: bool = False) -> Callable[..., Any]:
         entropy: bool = True,
         backend: str | None = None,
         mtp_config: Any = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        stats: Sequence[str] = (),
     ) -> Any:
         """Log-probabilities and entropies of labels that the caller has shifted.
 
@@ -250,7 +254,8 @@ def fused_forward_model_gen(vision_model: bool = False) -> Callable[..., Any]:
             input_ids: [B, S].
             position_ids: [B, S], or None to count from 0 in each sequence.
             attention_mask: [B, S] of 0 and 1.
-            labels: [B, S], the token that each place predicts. -100 is not scored, and costs nothing.
+            labels: [B, S], the token that each place predicts, or [B, S, K], K to score there. -100 is not scored, and
+                costs nothing.
             labels_mask: [B, S]; log_probs are 0 where it is false, while the entropy there is the model's.
             temperature: a number, or a tensor [B] or [B, S].
             multi_modal_inputs: as for `model_forward_gen`.
@@ -259,22 +264,27 @@ def fused_forward_model_gen(vision_model: bool = False) -> Callable[..., Any]:
             backend: name of a backend; None chooses at each call.
             mtp_config: with a true `enable_train`, the labels that `labels_mask` leaves also train the model's
                 multi-token prediction heads: Megatron adds the gradients. Otherwise those heads do not run.
+            top_k, top_p, stats: as in `logitless.linear_log_probs`.
 
         Returns:
-            {"log_probs", "entropy"}, [B, S] nats, 0 where a mask is 0; or the raw stage tensor.
+            {"log_probs", "entropy"} and the statistics by name, [B, S] nats, 0 where a mask is 0; log_probs, and
+            statistics of a label, [B, S, K] for such labels; or the raw stage tensor.
         """
         arrangement = arranged_for(model, input_ids, attention_mask, data_format)
         inputs = _inputs(arrangement, input_ids, position_ids, images_of(model, multi_modal_inputs, input_ids.device))
         if vision_model:
             inputs |= vision_rows(arrangement, input_ids, attention_mask)
-        unscored = (labels_mask == 0) & (labels != IGNORE_INDEX)  # any token will do
+        unmarked = (labels_mask == 0).view(*labels_mask.shape, *[1] * (labels.ndim - 2))
+        unscored = unmarked & (labels != IGNORE_INDEX)  # any token will do
         packed = arrangement.pack(labels.long().masked_fill(unscored, 0), fill=IGNORE_INDEX)
         further = None
         if _looks_ahead(mtp_config):
-            further = arrangement.pack(labels.long().masked_fill(labels_mask == 0, IGNORE_INDEX), fill=IGNORE_INDEX)
-        out = _fused_forward(model, arrangement, inputs, packed, temperature, entropy, backend, further)
+            further = arrangement.pack(labels.long().masked_fill(unmarked, IGNORE_INDEX), fill=IGNORE_INDEX)
+        asked = {"entropy": entropy, "backend": backend, "top_k": top_k, "top_p": top_p, "stats": stats}
+        out = _fused_forward(model, arrangement, inputs, packed, temperature, further, **asked)
         if isinstance(out, dict):
-            out["log_probs"] = out["log_probs"].masked_fill(labels_mask == 0, 0.0)
+            of_labels = {"log_probs", *(name for name in stats if STATS[name])}
+            out = {name: x.masked_fill(unmarked, 0.0) if name in of_labels else x for name, x in out.items()}
         return out
 
     return fused_forward_model
@@ -294,6 +304,9 @@ def fused_gptmodel_forward_no_padding(
     entropy: bool = True,
     backend: str | None = None,
     mtp_config: Any = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    stats: Sequence[str] = (),
 ) -> Any:
     """The fused twin of `gptmodel_forward_no_padding`: scores of nested tensors, without logits.
 
@@ -301,7 +314,7 @@ def fused_gptmodel_forward_no_padding(
         model: a Megatron model, wrapped or not.
         input_ids: nested [B, j].
         multi_modal_inputs: as for `model_forward_gen`.
-        labels: nested [B, j] tokens, shifted inside, as `label` is there; `input_ids` unless given.
+        labels: nested [B, j] tokens, or [B, j, K], shifted inside, as `label` is there; `input_ids` unless given.
         labels_mask: nested [B, j], of places that predict, as `log_probs` come: 0 is not scored, and costs nothing.
         temperature: a number, or a tensor [B] or nested [B, j].
         vision_model: as in `gptmodel_forward_no_padding`, as is `pad_token_id`.
@@ -310,10 +323,11 @@ def fused_gptmodel_forward_no_padding(
         entropy: False leaves it out.
         backend: name of a backend; None chooses at each call.
         mtp_config: as in `fused_forward_model_gen`'s forward, with the labels that are scored.
+        top_k, top_p, stats: as in `logitless.linear_log_probs`.
 
     Returns:
-        {"log_probs", "entropy"}, nested [B, j] nats; at t of the token after t; 0 at each sequence's last place, and
-        where nothing is scored. Or the raw stage tensor.
+        {"log_probs", "entropy"} and the statistics by name, nested [B, j] (or [B, j, K]) nats; at t of the token after
+        t; 0 at each sequence's last place, and where nothing is scored. Or the raw stage tensor.
     """
     arrangement = arranged_for(model, input_ids, None, data_format)
     inputs = _inputs(arrangement, input_ids, None, images_of(model, multi_modal_inputs, input_ids.device))
@@ -321,6 +335,8 @@ def fused_gptmodel_forward_no_padding(
         inputs |= vision_rows(arrangement, input_ids, None, pad_token_id)
     packed = arrangement.pack(input_ids if labels is None else labels, "token", IGNORE_INDEX).long()
     if labels_mask is not None:
-        packed = packed.masked_fill(arrangement.pack(labels_mask) == 0, IGNORE_INDEX)
+        unmarked = arrangement.pack(labels_mask) == 0
+        packed = packed.masked_fill(unmarked.view(*unmarked.shape, *[1] * (packed.ndim - 2)), IGNORE_INDEX)
     further = packed if _looks_ahead(mtp_config) else None
-    return _fused_forward(model, arrangement, inputs, packed, temperature, entropy, backend, further)
+    asked = {"entropy": entropy, "backend": backend, "top_k": top_k, "top_p": top_p, "stats": stats}
+    return _fused_forward(model, arrangement, inputs, packed, temperature, further, **asked)

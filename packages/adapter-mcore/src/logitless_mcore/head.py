@@ -5,7 +5,7 @@ Shape suffixes: s tokens of a row, b rows, D hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,22 +34,26 @@ class Transform:
 class Asked:
     """One call's arguments to the op."""
 
-    labels: Tensor  # [s, b]
+    labels: Tensor  # [s, b] or [s, b, K]
     temperature: Tensor | float = 1.0  # or [s, b]
     entropy: bool = True
     entropy_grad: bool = True
     loss_fn: Callable[[TokenLogProbs, Tensor], Tensor] | None = None
     keep_bytes: int = 0
     backend: str | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    stats: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """What came of it: [s, b] each."""
+    """What came of it: [s, b] each, or [s, b, K] where it is of a label."""
 
     log_probs: Tensor
     entropy: Tensor | None
     loss: Tensor | None = None
+    stats: Mapping[str, Tensor] | None = None
 
 
 def set_vocab_size(model: Any, vocab_size: int) -> None:
@@ -143,19 +147,24 @@ def score(
     """
     arguments = _product(hidden, output_layer, weight, transform, vocab_size)
     expected = arguments["hidden"].shape[:-1]
-    if asked.labels.shape != expected:
+    if asked.labels.shape[:2] != expected or asked.labels.ndim > 3:
         raise InvalidInputError(
-            f"labels: got shape {tuple(asked.labels.shape)}, expected {tuple(expected)}, one for each token"
+            f"labels: got shape {tuple(asked.labels.shape)}, expected {tuple(expected)}, one for each token, or K of "
+            "each in a last dimension"
         )
+    if asked.stats and asked.loss_fn is not None:
+        raise InvalidInputError("stats: got some with a loss_fn, expected none: its single pass makes no statistics")
     arguments |= {
         "labels": asked.labels,
         "temperature": asked.temperature,
         "entropy": asked.entropy,
         "entropy_grad": asked.entropy_grad,
         "backend": asked.backend,
+        "top_k": asked.top_k,
+        "top_p": asked.top_p,
     }
     if asked.loss_fn is None:
-        scores = linear_log_probs(**arguments, keep_bytes=asked.keep_bytes)
-        return Scored(scores.log_probs, scores.entropy)
+        scores = linear_log_probs(**arguments, keep_bytes=asked.keep_bytes, stats=asked.stats)
+        return Scored(scores.log_probs, scores.entropy, stats=scores.stats)
     loss, scores = linear_policy_loss(**arguments, loss_fn=asked.loss_fn)
     return Scored(scores.log_probs, scores.entropy, loss)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ class CausalLMOutputForPPO:
     """Scores of this rank's packed tokens, in batch order; satisfies `logitless.CausalLMOutputForPPO`.
 
     Attributes:
-        log_probs: [T] nats; 0.0 where the label is ignored. None for a value model.
+        log_probs: [T] nats, or [T, K] of labels of that shape; 0.0 where one is ignored. None for a value model.
         entropy: [T] nats; None if it was not asked for.
         values: [T], of a value model.
         loss: what the call's `loss_fn` gave, summed; None without one.
@@ -24,6 +25,7 @@ class CausalLMOutputForPPO:
             the coefficient not in it. Detached, for a log: Megatron adds the gradients of its balancing losses by
             itself. None where its routers compute none (in eval mode, without gradients, and where all activations
             are recomputed), and with pipeline stages, each of which sees only its own layers.
+        stats: the statistics that were asked for, by name; None if none were.
     """
 
     log_probs: Tensor | None = None
@@ -35,3 +37,4 @@ class CausalLMOutputForPPO:
     hidden_states: Any = None
     attentions: Any = None
     aux_loss: Tensor | None = None
+    stats: Mapping[str, Tensor] | None = None
