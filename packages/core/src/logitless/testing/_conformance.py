@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, ClassVar, TypeVar
 
 import pytest
 import torch
 from torch import Tensor
 
+from logitless import _registry
 from logitless.errors import UnsupportedError
 from logitless.policy import linear_policy_loss
 from logitless.testing._kit import Kit
 from logitless.testing.cases import cases
 from logitless.testing.example import Example, Results, random_example
+from logitless.testing.memory import poisoned
 from logitless.testing.tolerance import check_results
 from logitless.types import TokenLogProbs
 
 __all__ = ["FEATURES", "OPTIONS", "ConformanceChecks", "bias_of", "entropy_of"]
 
+T = TypeVar("T")
+
 FEATURES = {"bias", "softcap", "lora", "per_token_temperature", "grad_buffer", "unvalidated", "policy_loss"}
-"""What `BackendConformance.refuses` may name; "unvalidated" is validate=False."""
+"""What `BackendConformance.refuses` may name; "unvalidated" is validate=False. What is served besides is read off the
+backend's own `features`."""
 
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "plain": {},
@@ -57,6 +62,8 @@ class ConformanceChecks(Kit, kit=True):
     """Those of `FEATURES` that its `supports` refuses."""
     sizes: ClassVar[tuple[int, int, int]] = (13, 157, 24)
     """Tokens, vocab rows and hidden size of random inputs."""
+    drawn: ClassVar[int] = 20
+    """How many examples hypothesis draws for each property."""
     weight_factor: ClassVar[float] = 1.3
     """Floors that d_weight may take where the entropy has no gradient; 1.1 everywhere else."""
 
@@ -79,27 +86,37 @@ class ConformanceChecks(Kit, kit=True):
         options = {"vocab": vocab, "hidden_size": hidden_size, "dtype": dtype, "device": self.device, **options}
         return random_example(count if tokens is None else tokens, **options)
 
-    def run(self, example: Example, **options: Any) -> Results:
-        """Forward and backward on the backend; where it refuses the call, checks that and skips."""
-        refused = example.features | ({"unvalidated"} if not options.get("validate", True) else set())
-        refused &= set(self.refuses)
+    def supported(self, option: Mapping[str, Any]) -> dict[str, Any]:
+        """The parts of an option that this backend does not refuse."""
+        return {name: value for name, value in option.items() if name not in self.refuses}
+
+    def attempt(self, asked: Collection[str], call: Callable[[], T]) -> T:
+        """The call's result, where memory that is not written reads as NaN; what is refused must raise, and skips."""
+        plugin = _registry.load(_registry.BACKENDS, self.backend)
+        lacking = _registry.FEATURES.keys() - getattr(plugin, "features", frozenset())
+        refused = sorted(set(asked) & (set(self.refuses) | lacking))
         if refused:
             with pytest.raises(UnsupportedError):
-                example.score(backend=self.backend, **options)
-            pytest.skip(f"refuses {', '.join(sorted(refused))}, and says so")
-        return example.run(backend=self.backend, **options)
+                call()
+            pytest.skip(f"refuses {', '.join(refused)}, and says so")
+        with poisoned():
+            return call()
+
+    def run(self, example: Example, **options: Any) -> Results:
+        """Forward and backward on the backend; where it refuses the call, checks that and skips."""
+        return self.attempt(_asked(example, options), lambda: example.run(backend=self.backend, **options))
 
     def run_policy_loss(self, example: Example, **options: Any) -> tuple[Tensor, Results]:
         """`linear_policy_loss` with a loss that has the example's upstream gradients, and its backward."""
-        refused = (example.features | {"policy_loss"}) & set(self.refuses)
         fresh, g, e = example.fresh(), example.grad_log_probs.flatten(), example.grad_entropy.flatten()
+        leaves = fresh.leaves()
 
         def loss_fn(scores: TokenLogProbs, index: Tensor) -> Tensor:
             loss = g[index] * scores.log_probs
             return loss if scores.entropy is None else loss + e[index] * scores.entropy
 
-        def run() -> tuple[Tensor, TokenLogProbs]:
-            return linear_policy_loss(
+        def call() -> tuple[Tensor, Results]:
+            loss, scores = linear_policy_loss(
                 fresh.hidden,
                 fresh.head,
                 fresh.labels,
@@ -109,21 +126,26 @@ class ConformanceChecks(Kit, kit=True):
                 backend=self.backend,
                 **options,
             )
+            grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+            return loss, Results(scores, dict(zip(leaves, grads, strict=True)))
 
-        if refused:
-            with pytest.raises(UnsupportedError):
-                run()
-            pytest.skip(f"refuses {', '.join(sorted(refused))}, and says so")
-        loss, scores = run()
-        leaves = fresh.leaves()
-        grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
-        return loss, Results(scores, dict(zip(leaves, grads, strict=True)))
+        return self.attempt({"policy_loss", *_asked(example, options)}, call)
 
     def check(self, example: Example, **options: Any) -> Results:
         """`run`, held to the truth."""
         got = self.run(example, **options)
         check_results(got, example)
         return got
+
+
+def _asked(example: Example, options: Mapping[str, Any]) -> set[str]:
+    """What a call asks for, by the names of FEATURES and of `Backend.features`."""
+    asked = {
+        "unvalidated": not options.get("validate", True),
+        "kept_set": "top_k" in options or "top_p" in options,
+        "stats": bool(options.get("stats")),
+    }
+    return example.features | {name for name, present in asked.items() if present}
 
 
 def entropy_of(out: TokenLogProbs) -> Tensor:

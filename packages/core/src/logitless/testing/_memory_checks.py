@@ -12,6 +12,7 @@ from logitless._call import make_call
 from logitless._ops import linear_log_probs_op
 from logitless.testing._conformance import OPTIONS, ConformanceChecks, entropy_of
 from logitless.testing._kit import expect, same
+from logitless.testing.memory import MemoryTracker
 from logitless.testing.tolerance import check_gradients, check_scores
 
 __all__ = ["MemoryChecks"]
@@ -94,6 +95,21 @@ class MemoryChecks(ConformanceChecks, kit=True):
             backend=self.backend,
         )
         torch.library.opcheck(linear_log_probs_op, (*call.args, True, True, keep_bytes, []))
+
+    def test_temporary_memory_is_bounded(self, dtype: torch.dtype) -> None:
+        """Besides results, one accumulator for each gradient, and a few numbers of each token: `workspace_bytes`."""
+        tokens, workspace_bytes = 60, 1 << 16
+        example = self.example(dtype, tokens, vocab=2048, hidden_size=16).fresh()
+        few = tokens * 8 * 32
+        with torch.no_grad(), MemoryTracker() as scoring:
+            example.score(backend=self.backend, workspace_bytes=workspace_bytes)
+        allowed = workspace_bytes + few
+        expect(scoring.peak_bytes <= allowed, f"the forward held {scoring.peak_bytes} bytes, allowed {allowed}")
+        wide = torch.promote_types(dtype, torch.float32).itemsize
+        allowed += sum(leaf.numel() * (dtype.itemsize + wide) for leaf in example.leaves().values())
+        with MemoryTracker() as training:
+            example.pull(example.score(backend=self.backend, workspace_bytes=workspace_bytes))
+        expect(training.peak_bytes <= allowed, f"with its backward {training.peak_bytes} bytes, allowed {allowed}")
 
     def test_strided_hidden(self, dtype: torch.dtype) -> None:
         """[B, S, D] seen through a transpose: the gradient reaches the tensor beneath."""

@@ -18,11 +18,13 @@ from __future__ import annotations
 
 from logitless.testing._conformance import FEATURES, OPTIONS
 from logitless.testing._edge_checks import EdgeChecks
+from logitless.testing._feature_checks import FeatureChecks
 from logitless.testing._memory_checks import MemoryChecks
+from logitless.testing._property_checks import PropertyChecks
 from logitless.testing._value_checks import ValueChecks
 
 __all__ = ["FEATURES", "OPTIONS", "BackendConformance"]
 
 
-class BackendConformance(ValueChecks, MemoryChecks, EdgeChecks, kit=True):
+class BackendConformance(ValueChecks, MemoryChecks, EdgeChecks, FeatureChecks, PropertyChecks, kit=True):
     """Subclass it, name the backend, and pytest runs the checks."""

@@ -32,8 +32,8 @@ class Example:
 
     hidden: Tensor  # [..., D]
     head: LMHead
-    labels: Tensor  # [...]
-    grad_log_probs: Tensor  # [...] float32 or float64
+    labels: Tensor  # [...], or [..., K] of several labels
+    grad_log_probs: Tensor  # as labels, float32 or float64
     grad_entropy: Tensor  # [...]
     temperature: Tensor | float = 1.0
     ignore_index: int = -100
@@ -45,7 +45,7 @@ class Example:
 
     @property
     def features(self) -> set[str]:
-        """What a backend may refuse; the names of `BackendConformance.refuses`."""
+        """What a backend may refuse, by the names of `BackendConformance.refuses` and `Backend.features`."""
         head = self.head
         asked = {
             "bias": head.bias is not None,
@@ -53,12 +53,13 @@ class Example:
             "lora": bool(head.lora),
             "per_token_temperature": isinstance(self.temperature, Tensor),
             "grad_buffer": head.grad_buffer is not None,
+            "several_labels": self.labels.ndim == self.hidden.ndim,
         }
         return {name for name, present in asked.items() if present}
 
     @property
     def live(self) -> Tensor:
-        """[...] bool: which tokens are scored."""
+        """[...], or [..., K], bool: which labels are scored."""
         return self.labels != self.ignore_index
 
     def leaves(self) -> dict[str, Tensor]:
@@ -129,17 +130,26 @@ class Example:
         scores = fresh.score(backend=backend, **options)
         return Results(scores, fresh.pull(scores))
 
-    def reference(self) -> Results:
-        """Forward and backward of `logitless.reference`, with full logits, in the inputs' own precision."""
+    def reference(self, **asked: Any) -> Results:
+        """Forward and backward of `logitless.reference`, with full logits, in the inputs' own precision.
+
+        Args:
+            asked: its further arguments: top_k, top_p, stats.
+        """
         fresh = self.fresh()
         scores = reference.linear_log_probs(
-            fresh.hidden, fresh.head, fresh.labels, temperature=self.temperature, ignore_index=self.ignore_index
+            fresh.hidden,
+            fresh.head,
+            fresh.labels,
+            temperature=self.temperature,
+            ignore_index=self.ignore_index,
+            **asked,
         )
         return Results(scores, fresh.pull(scores))
 
-    def truth(self) -> Results:
+    def truth(self, **asked: Any) -> Results:
         """The reference in float64 on these very inputs: the values that a backend is held to."""
-        return self.to(torch.float64).reference()
+        return self.to(torch.float64).reference(**asked)
 
 
 def _lora(

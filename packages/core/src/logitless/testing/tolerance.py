@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +28,11 @@ def _rows(tensor: Tensor) -> Tensor:
     return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
 
 
+def _live_tokens(example: Example) -> Tensor:
+    """[...] bool: tokens of which a label is scored."""
+    return example.live.any(-1) if example.live.ndim == example.hidden.ndim else example.live
+
+
 def _largest_logit(example: Example) -> Tensor:
     """[...] max|z/T| of each token, at least 1."""
     exact = example.to(torch.float64)
@@ -37,6 +43,7 @@ def _largest_logit(example: Example) -> Tensor:
 def _score_bound(example: Example, truth: Tensor) -> Tensor:
     """[...] how far a token's score may be off."""
     top = _largest_logit(example)
+    top = top.unsqueeze(-1) if truth.ndim > top.ndim else top  # of several labels
     if example.dtype == torch.float64:
         return FLOAT64_RELATIVE * truth.abs() + 8 * torch.finfo(torch.float64).eps * top
     ulp = torch.exp2(top.log2().floor() - 23)
@@ -45,13 +52,16 @@ def _score_bound(example: Example, truth: Tensor) -> Tensor:
 
 def _check_score(name: str, got: Tensor, truth: Tensor, example: Example) -> None:
     expected = torch.promote_types(example.dtype, torch.float32)
-    if got.dtype != expected or got.shape != example.labels.shape:
-        raise AssertionError(f"{name}: got {got.dtype} {tuple(got.shape)}, expected {expected} of labels' shape")
-    dead = got.detach().masked_select(~example.live)
+    if got.dtype != expected or got.shape != truth.shape:
+        raise AssertionError(
+            f"{name}: got {got.dtype} {tuple(got.shape)}, expected {expected} {tuple(truth.shape)}, as the labels"
+        )
+    live = example.live.any(-1) if example.live.ndim > got.ndim else example.live
+    dead = got.detach().masked_select(~live)
     if dead.count_nonzero():
         raise AssertionError(f"{name}: got {dead.tolist()} for ignored tokens, expected exactly 0")
     value, bound = got.detach().double(), _score_bound(example, truth)
-    wrong = example.live & ~((value - truth).abs() <= bound) & (value != truth)
+    wrong = live & ~((value - truth).abs() <= bound) & (value != truth)
     if wrong.any():
         at = int(wrong.flatten().nonzero()[0, 0])
         raise AssertionError(
@@ -72,11 +82,12 @@ def check_scores(got: TokenLogProbs, example: Example, truth: TokenLogProbs | No
         _check_score("entropy", got.entropy, truth.entropy, example)
 
 
-def _logit_gradient(example: Example) -> Tensor:
+def _logit_gradient(example: Example, asked: Mapping[str, Any]) -> Tensor:
     """dz with respect to the raw logits h·W + b + u·B, [..., V], in float64."""
     exact = example.to(torch.float64)
     raw = raw_logits(exact.hidden, exact.head).detach().requires_grad_()
-    scores = scores_of(tempered(raw, exact.head, exact.temperature), exact.labels, exact.ignore_index)
+    z = tempered(raw, exact.head, exact.temperature)[..., : exact.head.vocab_size]
+    scores = scores_of(z, exact.labels, exact.ignore_index, **asked)
     assert scores.entropy is not None
     upstream = (exact.grad_log_probs, exact.grad_entropy)
     return torch.autograd.grad((scores.log_probs, scores.entropy), raw, upstream)[0]
@@ -91,12 +102,12 @@ def _rounded(dz: Tensor, dtype: torch.dtype) -> Tensor:
     return (dz * scale).to(dtype).double() / scale
 
 
-def floor_gradients(example: Example) -> dict[str, Tensor]:
+def floor_gradients(example: Example, **asked: Any) -> dict[str, Tensor]:
     """float64 gradients of dz rounded once to the example's dtype: what any half-precision product starts from."""
     exact = example.to(torch.float64)
-    dz = _rows(_rounded(_logit_gradient(example), example.dtype))
+    dz = _rows(_rounded(_logit_gradient(example, asked), example.dtype))
     flat = {name: leaf if name == "bias" else _rows(leaf) for name, leaf in exact.leaves().items()}
-    live = example.live.flatten().unsqueeze(1)
+    live = _live_tokens(example).flatten().unsqueeze(1)
     tokens = {name: leaf.masked_fill(~live, 0.0) for name, leaf in flat.items() if name[:6] in ("hidden", "lora_u")}
     found = {"hidden": dz @ flat["weight"], "weight": dz.T @ tokens["hidden"]}
     if "bias" in flat:
@@ -110,8 +121,8 @@ def floor_gradients(example: Example) -> dict[str, Tensor]:
 def _guard(example: Example, name: str) -> float:
     """Absolute error that rounding 1 − p once, to float32 or float64, may cause."""
     wide = torch.promote_types(example.dtype, torch.float32)
-    live = example.live
-    upstream = torch.stack((example.grad_log_probs, example.grad_entropy)).double()[:, live].norm()
+    live = _live_tokens(example)
+    upstream = torch.stack([example.grad_log_probs[example.live].norm(), example.grad_entropy[live].norm()]).norm()
     coldest = float(torch.as_tensor(example.temperature).flatten().amin()) if example.labels.numel() else 1.0
     leaves = {key: leaf.detach().double() for key, leaf in example.leaves().items()}
     partner = {"hidden": "weight", "weight": "hidden", "bias": ""}.get(name)
@@ -124,16 +135,16 @@ def _guard(example: Example, name: str) -> float:
     return 2 * torch.finfo(wide).eps * float(upstream) * abs(example.head.scale) / coldest * size
 
 
-def _bounds(example: Example, truth: Results, got: Mapping[str, Tensor]) -> dict[str, float]:
+def _bounds(example: Example, truth: Results, got: Mapping[str, Tensor], asked: Mapping[str, Any]) -> dict[str, float]:
     """Allowed L2 error of each gradient, before the caller's factor."""
     exact = truth.gradients
     if example.dtype == torch.float64:
         return {name: FLOAT64_RELATIVE * float(_of(exact, name).norm()) for name in exact}
     if example.dtype == torch.float32:
-        own = example.reference().gradients
+        own = example.reference(**asked).gradients
         return {name: FLOAT32_FACTOR * float((_of(own, name).double() - _of(exact, name)).norm()) for name in exact}
     bounds = {}
-    for name, grad in floor_gradients(example).items():
+    for name, grad in floor_gradients(example, **asked).items():
         if name in got:
             rounded = grad.to(got[name].dtype).double()
             bounds[name] = FLOOR_FACTOR * float((rounded - _of(exact, name)).norm())
@@ -154,6 +165,7 @@ def check_gradients(
     truth: Results | None = None,
     factors: Mapping[str, float] | None = None,
     dtypes: Mapping[str, torch.dtype] | None = None,
+    **asked: Any,
 ) -> None:
     """Raises if a gradient has another dtype or shape than its input, or is further off than the module says.
 
@@ -162,6 +174,7 @@ def check_gradients(
         truth: `example.truth()`, where the caller has it already.
         factors: what to allow in place of 1.1 floors, by leaf (1.3 for d_weight without an entropy gradient).
         dtypes: expected dtypes that are not the input's, by leaf (float32 for a `grad_buffer`).
+        asked: top_k and top_p of the call.
     """
     given = {name: grad for name, grad in got.items() if grad is not None}
     for name, leaf in example.leaves().items():
@@ -170,8 +183,8 @@ def check_gradients(
             raise AssertionError(
                 f"d_{name}: got {given[name].dtype} {tuple(given[name].shape)}, expected {dtype} {tuple(leaf.shape)}"
             )
-    truth = truth or example.truth()
-    bounds = _bounds(example, truth, given)
+    truth = truth or example.truth(**asked)
+    bounds = _bounds(example, truth, given, asked)
     wide = torch.finfo(torch.promote_types(example.dtype, torch.float32))
     logits = wide.eps * float(_largest_logit(example).amax()) if example.labels.numel() else 0.0
     for name, grad in given.items():
@@ -185,9 +198,14 @@ def check_gradients(
 
 
 def check_results(
-    got: Results, example: Example, *, truth: Results | None = None, factors: Mapping[str, float] | None = None
+    got: Results,
+    example: Example,
+    *,
+    truth: Results | None = None,
+    factors: Mapping[str, float] | None = None,
+    **asked: Any,
 ) -> None:
-    """`check_scores` and `check_gradients` against one truth."""
-    truth = truth or example.truth()
+    """`check_scores` and `check_gradients` against one truth; `asked` are top_k and top_p of the call."""
+    truth = truth or example.truth(**asked)
     check_scores(got.scores, example, truth.scores)
-    check_gradients(got.gradients, example, truth=truth, factors=factors)
+    check_gradients(got.gradients, example, truth=truth, factors=factors, **asked)
