@@ -30,8 +30,8 @@ class CoverageMap:
             path = str(Path(file).relative_to(root))
             self.lines[path] = {line: {name.rpartition("|")[0] for name in names} for line, names in lines.items()}
 
-    def split(self, path: str, span: range, seconds: float) -> tuple[list[str], list[str]]:
-        """The tests that run one of these lines, the fastest first, cut where their time exceeds `seconds`.
+    def split(self, path: str, span: range, first: float, second: float) -> tuple[list[str], list[str]]:
+        """The tests that run one of these lines, the fastest first: those of `first` seconds, then of `second` more.
 
         Tests that start processes come last, as what these run was not seen. Lines that only an import runs, as a
         constant, belong to every test that runs any line of the file.
@@ -45,9 +45,9 @@ class CoverageMap:
         tests = self._fastest(here) + self._fastest(self.starting - here)
         if not seen:
             tests += self._fastest(anywhere - self.starting)
-        times = accumulate(self.seconds[name] for name in tests)
-        cut = sum(time <= seconds for time in times)
-        return tests[:cut], tests[cut:]
+        times = list(accumulate(self.seconds[name] for name in tests))
+        cut, end = (sum(time <= limit for time in times) for limit in (first, first + second))
+        return tests[:cut], tests[cut:end]
 
     def _fastest(self, names: set[str]) -> list[str]:
         return sorted(names & self.seconds.keys(), key=lambda name: (self.seconds[name], name))

@@ -35,7 +35,8 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("core", "backend-torch", "backend-triton")
 SOURCES = [f"packages/{name}/src" for name in PACKAGES]
 SEED = 20261130
-FIRST = 20.0  # seconds of tests in the first round, which kills most; what lives meets the others in the second
+# Seconds, as measured, of a package's tests: in the first round, which kills most, and at most in the second.
+FIRST, SECOND = 20.0, 600.0
 PATIENCE = 5  # times a test's usual time, and a minute, before a mutant counts as endless
 
 
@@ -79,8 +80,9 @@ def _sample(work: Path, count: int) -> dict[str, Any]:
 
 def _measured(work: Path, names: Iterable[str]) -> dict[str, CoverageMap]:
     """What each package's tests run, and how long that takes; measured once for a work folder."""
-    copy = work / "map"
+    maps = {}
     for name in names:
+        copy = work / f"map-{name}"
         if not (work / f"{name}.json").exists():
             print(f"measuring the tests of {name} ...", flush=True)
             _copy(copy)
@@ -91,12 +93,13 @@ def _measured(work: Path, names: Iterable[str]) -> dict[str, CoverageMap]:
             command = [sys.executable, "-m", "pytest", "-q", "-p", "watch", *options, f"packages/{name}/tests"]
             subprocess.run(command, cwd=copy, env={**os.environ, **env}, check=True)
             (work / f"{name}.watch").rename(work / f"{name}.json")  # now it is whole
-    return {name: CoverageMap(copy, work / f"{name}.coverage", work / f"{name}.json") for name in names}
+        maps[name] = CoverageMap(copy, work / f"{name}.coverage", work / f"{name}.json")
+    return maps
 
 
 def _changed(copy: Path, work: Path, name: str) -> set[str]:
     """The test files of a package that are not as they were when its tests were measured."""
-    old = work / "map"
+    old = work / f"map-{name}"
     files = {str(path.relative_to(copy)) for path in (copy / f"packages/{name}/tests").rglob("test_*.py")}
     return {
         path for path in files if not (old / path).exists() or (old / path).read_bytes() != (copy / path).read_bytes()
@@ -122,7 +125,7 @@ def _try(work: Path, maps: dict[str, CoverageMap], first: bool, at: int, mutant:
     try:
         for name, covered in maps.items():
             own = name == _package(mutant)
-            tests, rest = covered.split(mutant.path, span, FIRST if own else 0.0)
+            tests, rest = covered.split(mutant.path, span, FIRST if own else 0.0, SECOND)
             files = _changed(copy, work, name) if first and own else set()
             tests = (tests if own else []) if first else rest
             if tests or files:
@@ -170,17 +173,22 @@ def main() -> int:
     mutants = [Mutant(**fields) for fields in sample["mutants"]]
     results_file = work / "results.json"
     results: dict[str, Any] = json.loads(results_file.read_text("utf-8")) if results_file.exists() else {}
+    explained = json.loads((Path(__file__).parent / "explained.json").read_text("utf-8"))
     if asked.again is not None:
-        again = [key for key, r in results.items() if r["ending"] == "passed" and asked.again in mutants[int(key)].key]
+        again = [
+            key
+            for key, r in results.items()
+            if r["ending"] in ("passed", "alive") and asked.again in mutants[int(key)].key
+        ]
         results = {key: result for key, result in results.items() if key not in again}
     if not asked.report:
         for folder in work.glob("copy-*"):
             shutil.rmtree(folder)
         chosen = {at: m for at, m in enumerate(mutants) if asked.part in (None, _package(m))}
         _round(work, asked.jobs, True, {at: m for at, m in chosen.items() if str(at) not in results}, results)
-        alive = {at: m for at, m in chosen.items() if results[str(at)]["ending"] == "alive"}
+        # What is explained cannot be told from the original, so that more tests would not tell it either.
+        alive = {at: m for at, m in chosen.items() if results[str(at)]["ending"] == "alive" and m.key not in explained}
         _round(work, asked.jobs, False, alive, results)
-    explained = json.loads((Path(__file__).parent / "explained.json").read_text("utf-8"))
     (ROOT / "docs/mutation.md").write_text(page(sample, mutants, results, explained), "utf-8")
     killed, unexplained = score(mutants, results, explained)
     print(f"{killed:.1%} of {len(results)} killed; {unexplained} survivors not explained")
