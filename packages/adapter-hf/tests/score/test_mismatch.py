@@ -15,6 +15,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from logitless.errors import InvalidInputError
+from logitless.reference import scores_of
 from logitless_hf.score import mismatch as module
 from logitless_hf.score import runner
 from logitless_hf.score.mismatch import MismatchReport
@@ -37,17 +38,18 @@ def score(checkpoint: Path, tmp_path: Path) -> Score:
 
 
 @pytest.fixture
-def engine(checkpoint: Path) -> Callable[[float], list[dict[str, Any]]]:
+def engine(checkpoint: Path) -> Callable[..., list[dict[str, Any]]]:
     """Records with an engine's log-probs at a temperature, `OFF` the model's own: 2, 3 and 0 tokens of them."""
 
-    def records(temperature: float) -> list[dict[str, Any]]:
+    def records(temperature: float, **kept: Any) -> list[dict[str, Any]]:
         model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float64)
         found: list[dict[str, Any]] = []
         off = iter(OFF)
         for ids in IDS[:2]:
             with torch.no_grad():
-                log_p = (model(torch.tensor([ids])).logits[0] / temperature).log_softmax(-1)
-            logprobs = [float(log_p[t - 1, ids[t]]) + next(off) for t in range(2, len(ids))]
+                logits = model(torch.tensor([ids])).logits[0] / temperature
+            log_p = scores_of(logits[:-1], torch.tensor(ids[1:]), **kept).log_probs
+            logprobs = [float(log_p[t - 1]) + next(off) for t in range(2, len(ids))]
             found.append({"input_ids": ids, "prompt_length": 2, "logprobs": logprobs})
         return [*found, {"input_ids": IDS[2], "prompt_length": 1}]
 
@@ -99,6 +101,27 @@ def test_worked_values(
     deltas = [delta for row in rows if row["rollout_delta"] for delta in row["rollout_delta"]]
     assert deltas == pytest.approx([-off for off in OFF], abs=1e-6)
     assert rows[2]["rollout_delta"] is None
+
+
+@pytest.mark.parametrize("kept", [{"top_k": 5}, {"top_p": 0.6}, {"top_k": 9, "top_p": 0.6}], ids=str)
+@pytest.mark.parametrize("meaning", ["raw", "processed"])
+def test_rollouts_that_were_truncated(
+    score: Score, write: Write, engine: Any, tmp_path: Path, kept: dict[str, Any], meaning: str
+) -> None:
+    truncated, raw = engine(0.5, **kept), engine(1.0)
+    assert abs(truncated[0]["logprobs"][0] - engine(0.5)[0]["logprobs"][0]) > 1e-3
+    records = raw if meaning == "raw" else truncated
+    score(write(*records), temperature=0.5, rollout_logprobs=meaning, **kept)
+    report = json.loads((tmp_path / "scores.jsonl.mismatch.json").read_text())
+    check(report)
+    compared = {"temperature": 0.5, "top_k": None, "top_p": None, **kept} if meaning == "processed" else {}
+    for name in ("temperature", "top_k", "top_p"):
+        assert report[f"{name}_compared"] == compared.get(name, 1.0 if name == "temperature" else None)
+    rows = [json.loads(line) for line in (tmp_path / "scores.jsonl").read_text().splitlines()]
+    scored = [value for row in rows[:2] for value in row["log_probs"]]
+    assert scored == pytest.approx(
+        [x - off for x, off in zip((x for one in truncated[:2] for x in one["logprobs"]), OFF, strict=True)], abs=1e-6
+    )
 
 
 def test_the_scores_are_those_without(score: Score, write: Write, engine: Any, tmp_path: Path) -> None:
@@ -182,6 +205,14 @@ def test_log_probs_that_cannot_be_are_refused(
 
 
 def test_which_log_probs_they_are_must_be_told_where_it_matters(score: Score, write: Write, engine: Any) -> None:
+    for changes, said in [
+        ({"temperature": 1.0, "top_k": 3}, "at --temperature 1.0 --top-k 3 it matters which: give --rollout-logprobs"),
+        ({"top_k": 0}, "--top-k: got 0, expected 1 or more"),
+        ({"top_p": 0.0}, "--top-p: got 0.0, expected a number above 0"),
+        ({"top_p": 1.01}, "--top-p: got 1.01, expected a number above 0"),
+    ]:
+        with pytest.raises(InvalidInputError, match=said):
+            score(write(*engine(1.0)), **changes)
     with pytest.raises(InvalidInputError, match="--temperature 0.5 it matters which: give --rollout-logprobs raw"):
         score(write(*engine(1.0)), temperature=0.5)
     with pytest.raises(InvalidInputError, match='--rollout-logprobs: no record of .* has the field "logprobs"'):

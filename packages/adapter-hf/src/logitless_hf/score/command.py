@@ -15,6 +15,13 @@ def score(
     input: Annotated[Path, typer.Option(help="JSONL file: prompt and completion, messages, or input_ids.")],
     output: Annotated[Path, typer.Option(help="File to write: a name that ends in .parquet or .jsonl.")],
     temperature: Annotated[float, typer.Option(help="Divides the logits.")] = 1.0,
+    top_k: Annotated[
+        int | None, typer.Option(help="Score over the K likeliest tokens, as a sampler kept them.", show_default="all")
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(help="Score over the likeliest tokens of this mass, after --top-k.", show_default="all"),
+    ] = None,
     backend: Annotated[
         str | None, typer.Option(help="Name of a backend.", envvar="LOGITLESS_BACKEND", show_default="automatic")
     ] = None,
@@ -29,8 +36,8 @@ def score(
     rollout_logprobs: Annotated[
         str | None,
         typer.Option(
-            help="What the records' logprobs are: raw (before the temperature) or processed (after it). "
-            "Needed only where the temperature is not 1.",
+            help="What the records' logprobs are: raw (before temperature, top-k and top-p) or processed (after them). "
+            "Needed only where there is any of these.",
             show_default=False,
         ),
     ] = None,
@@ -65,6 +72,8 @@ def score(
         input=input,
         output=output,
         temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
         backend=backend,
         dtype=dtype,
         device=device,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import logitless
 from logitless.errors import InvalidInputError, NotFoundError, UnsupportedError
 from logitless_hf.score.writer import Output
 
-__all__ = ["Options"]
+__all__ = ["Options", "Sampling"]
 
 _DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -22,6 +23,18 @@ _DTYPES = {
     "float32": torch.float32,
     "float64": torch.float64,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """The distribution of which log-probs are, by the names of a forward's options."""
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def __str__(self) -> str:
+        return " ".join(f"--{f.name.replace('_', '-')} {x}" for f in fields(self) if (x := getattr(self, f.name)))
 
 
 class Options(BaseModel):
@@ -33,6 +46,8 @@ class Options(BaseModel):
     input: Path
     output: Path
     temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
     backend: str | None = None
     dtype: str | None = None
     device: str | None = None
@@ -48,10 +63,14 @@ class Options(BaseModel):
             raise InvalidInputError(
                 f"--temperature: got {self.temperature}, expected a finite number above 0 (1 scores the model as it is)"
             )
+        if self.top_k is not None and self.top_k < 1:
+            raise InvalidInputError(f"--top-k: got {self.top_k}, expected 1 or more; leave it out to score over all")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise InvalidInputError(f"--top-p: got {self.top_p}, expected a number above 0 and at most 1")
         if self.rollout_logprobs not in (None, "raw", "processed"):
             raise InvalidInputError(
-                f"--rollout-logprobs: got {self.rollout_logprobs!r}, expected raw (from before the temperature) or "
-                "processed (of the tempered distribution)"
+                f"--rollout-logprobs: got {self.rollout_logprobs!r}, expected raw (from before the temperature, top-k "
+                "and top-p) or processed (of the distribution that was sampled from)"
             )
         for flag, value in (
             ("--max-tokens-per-batch", self.max_tokens_per_batch),
@@ -69,11 +88,15 @@ class Options(BaseModel):
         self._check_backend()
         self.torch_device(0)
 
-    def rollout_temperature(self) -> float | None:
-        """That of the distribution whose log-probs the records carry; None if it cannot be told."""
-        if self.rollout_logprobs == "raw" or self.temperature == 1.0:
-            return 1.0
-        return self.temperature if self.rollout_logprobs == "processed" else None
+    def sampling(self) -> Sampling:
+        """What is scored."""
+        return Sampling(self.temperature, self.top_k, None if self.top_p == 1 else self.top_p)
+
+    def rollout_sampling(self) -> Sampling | None:
+        """The distribution whose log-probs the records carry; None if it cannot be told."""
+        if self.rollout_logprobs == "raw" or self.sampling() == Sampling():
+            return Sampling()
+        return self.sampling() if self.rollout_logprobs == "processed" else None
 
     def torch_dtype(self) -> torch.dtype | None:
         """The dtype to load the model in; None for the checkpoint's own."""
@@ -100,6 +123,8 @@ class Options(BaseModel):
         """The options that a resumed run must share with the run it goes on with."""
         return {
             "temperature": self.temperature,
+            "top_k": self.top_k,
+            "top_p": self.top_p,
             "backend": self.backend,
             "dtype": self.dtype,
             "device": self.torch_device(0).type,

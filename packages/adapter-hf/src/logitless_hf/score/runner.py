@@ -9,7 +9,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from itertools import groupby
 from typing import Any
@@ -25,7 +25,7 @@ from logitless_hf.score.batches import TokenSequence, pack, plan
 from logitless_hf.score.checkpoint import Checkpoint
 from logitless_hf.score.encode import Encoder
 from logitless_hf.score.mismatch import MismatchReport
-from logitless_hf.score.options import Options
+from logitless_hf.score.options import Options, Sampling
 from logitless_hf.score.ranks import Ranks, join
 from logitless_hf.score.records import InputFile, parse
 from logitless_hf.score.writer import ROLLOUT_COLUMNS, Output, Row, refuse_other_run, row
@@ -77,7 +77,7 @@ class _Run:
             census = self._check_records(source, encoder)
         census = replace(census, rollout=ranks.any(census.rollout))
         with ranks.together():
-            rollout_temperature = self._rollout_temperature(census)
+            rollout = self._rollout_sampling(census)
             manifest = self._manifest(checkpoint, census)
             complete = options.resume and output.is_complete()
             if complete:
@@ -100,7 +100,7 @@ class _Run:
             model = checkpoint.load(options.torch_dtype(), options.torch_device(ranks.local_rank))
             forward = packing_forward(model, options.backend)
         # No rank waits inside: one that fails ends at once, and torchrun ends the others.
-        records, tokens = self._score(forward, source, encoder, census, rollout_temperature)
+        records, tokens = self._score(forward, source, encoder, census, rollout)
         report: MismatchReport | None = None
         with ranks.together():
             pass
@@ -108,7 +108,7 @@ class _Run:
             if ranks.rank == 0:
                 metadata = self._metadata(manifest, encoder, forward, census)
                 double = model.dtype == torch.float64
-                report = self._report(rollout_temperature)
+                report = self._report(rollout)
                 task = self.progress.add_task("merging records", total=census.records)
                 output.merge(
                     census.records,
@@ -134,8 +134,8 @@ class _Run:
             raise InvalidInputError(f"--input: {source.path} is empty, expected one or more lines of JSON")
         return _Census(source.records, tokens, share, rollout, source.sha256)
 
-    def _rollout_temperature(self, census: _Census) -> float | None:
-        """At which records' logprobs are compared; None if none carries any."""
+    def _rollout_sampling(self, census: _Census) -> Sampling | None:
+        """What records' logprobs are of; None if none carries any."""
         options = self.options
         if not census.rollout:
             if options.rollout_logprobs is not None:
@@ -144,23 +144,22 @@ class _Run:
                     "leave the option out to score alone"
                 )
             return None
-        temperature = options.rollout_temperature()
-        if temperature is None:
+        found = options.rollout_sampling()
+        if found is None:
             raise InvalidInputError(
-                f'records carry "logprobs", and at --temperature {options.temperature} it matters which: give '
-                "--rollout-logprobs raw, if the engine took them before the temperature, or processed, if after; or "
-                "rename the field to have it ignored"
+                f'records carry "logprobs", and at {options.sampling()} it matters which: give --rollout-logprobs raw, '
+                "if the engine took them before that, or processed, if after; or rename the field to have it ignored"
             )
-        return temperature
+        return found
 
-    def _report(self, rollout_temperature: float | None) -> MismatchReport | None:
-        if rollout_temperature is None:
+    def _report(self, rollout: Sampling | None) -> MismatchReport | None:
+        if rollout is None:
             return None
         about = {
             "input": str(self.options.input),
             "model": str(self.options.model),
             "rollout_logprobs": self.options.rollout_logprobs or "raw or processed, the same at temperature 1",
-            "temperature_compared": rollout_temperature,
+            **{f"{name}_compared": value for name, value in asdict(rollout).items()},
             "delta": "log_prob here - the rollout's, nats; ratio = exp(delta)",
             "kl": "KL(rollout || here) per token, nats: mean of ratio - 1 - delta",
         }
@@ -181,7 +180,7 @@ class _Run:
         source: InputFile,
         encoder: Encoder,
         census: _Census,
-        rollout_temperature: float | None,
+        rollout: Sampling | None,
     ) -> tuple[int, int]:
         """Score the parts that are not there yet; how many records and tokens that was."""
         task = self.progress.add_task("scoring records", total=census.share)
@@ -199,7 +198,7 @@ class _Run:
             rows: list[Row] = []
             for batch in plan([len(sequence.ids) for sequence in sequences], budget, padded=padded):
                 chosen = [sequences[index] for index in batch]
-                rows += score_batch(forward, chosen, encoder, self.options.temperature, rollout_temperature)
+                rows += score_batch(forward, chosen, encoder, self.options.sampling(), rollout)
                 self.progress.advance(task, len(batch))
             self.output.write_part(part, sorted(rows, key=lambda row: int(row["record"])))
             records += len(rows)
@@ -241,7 +240,7 @@ class _Run:
             "columns": {
                 "record": "line number in the input, from 0",
                 "token_ids, tokens": "the completion's tokens; tokens are the vocabulary's own strings",
-                "log_probs, entropy": "nats, of the distribution at the given temperature",
+                "log_probs, entropy": "nats, of the distribution at the given temperature, top-k and top-p",
                 "sum_log_prob, mean_entropy": "over the completion's tokens",
                 **(rollout if census.rollout else {}),
             },
@@ -261,17 +260,17 @@ def score_batch(
     forward: PackedForward,
     sequences: list[TokenSequence],
     encoder: Encoder,
-    temperature: float,
-    rollout_temperature: float | None = None,
+    sampling: Sampling,
+    rollout: Sampling | None = None,
 ) -> list[Row]:
     """The scores of some sequences; one row for each, in their order, compared with the rollout's if that is asked."""
     model: Any = forward.model
     batch = pack(sequences, model.device)
     compared: torch.Tensor | None = None
     try:
-        out = forward(batch, temperature=temperature, entropy_grad=False)
-        if rollout_temperature not in (None, temperature) and any(one.rollout_log_probs for one in sequences):
-            compared = forward(batch, temperature=rollout_temperature, entropy=False).log_probs
+        out = forward(batch, **asdict(sampling), entropy_grad=False)
+        if rollout not in (None, sampling) and any(one.rollout_log_probs for one in sequences):
+            compared = forward(batch, **asdict(rollout), entropy=False).log_probs
     except torch.OutOfMemoryError as error:
         raise UnsupportedError(
             f"a batch of {batch.input_ids.numel()} tokens does not fit in memory; lower --max-tokens-per-batch, then "
@@ -296,7 +295,7 @@ def score_batch(
         ids = sequence.ids[sequence.prompt_length :]
         double = log_probs.dtype == torch.float64
         scores = row(sequence.record, ids, encoder.tokens(ids), log_probs.tolist(), entropy.tolist(), double=double)
-        if rollout_temperature is not None:
+        if rollout is not None:
             theirs = sequence.rollout_log_probs
             deltas = None if theirs is None else [a - b for a, b in zip(mine.tolist(), theirs, strict=True)]
             scores |= dict(zip(ROLLOUT_COLUMNS, (theirs, deltas), strict=True))
