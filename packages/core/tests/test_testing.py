@@ -27,6 +27,7 @@ from logitless.testing import (
     random_example,
 )
 from logitless.testing._conformance import OPTIONS
+from logitless.testing._kit import same
 from logitless.testing.conformance import BackendConformance
 from logitless.testing.divergence import DivergenceConformance, check_divergence, random_divergence
 from logitless.types import Forwarded, Gradients, PolicyResult, Problem, Request
@@ -359,6 +360,13 @@ def test_upstream_gradients_are_scaled() -> None:
     scaled_up = example.scale_upstream(3.0)
     torch.testing.assert_close(scaled_up.grad_log_probs, 3.0 * example.grad_log_probs)
     torch.testing.assert_close(scaled_up.grad_entropy, 3.0 * example.grad_entropy)
+
+
+def test_equal_bits_hold_nan_equal() -> None:
+    x = torch.tensor([1.0, float("nan")])
+    assert same(x, x.clone())
+    assert not same(x, torch.tensor([1.0, 2.0]))
+    assert not same(x, x.double())
 
 
 # The subclass
