@@ -262,6 +262,28 @@ def test_grad_buffer_is_filled_in_the_forward() -> None:
             (factor * again).backward()
 
 
+def test_what_a_loss_says_of_ignored_tokens_is_dropped_unvalidated() -> None:
+    tensors, labels, temperature = make()
+    ignored = labels == -100
+    weight = torch.ones(N, dtype=torch.float64).masked_fill(ignored, float("nan"))
+    grads = [
+        torch.autograd.grad(
+            linear_policy_loss(
+                tensors["hidden"],
+                head_of(tensors),
+                labels,
+                lambda scores, index: weight[index] * scores.log_probs,
+                temperature=temperature,
+                validate=validate,
+            )[0],
+            list(tensors.values()),
+        )
+        for validate in (True, False)
+    ]
+    torch.testing.assert_close(grads[1], grads[0], rtol=1e-10, atol=1e-12)
+    assert not grads[1][0][ignored].count_nonzero()
+
+
 def test_second_backward_is_refused() -> None:
     tensors, labels, _ = make()
     loss, _ = linear_policy_loss(tensors["hidden"], tensors["weight"], labels, lambda s, i: s.log_probs)
