@@ -43,13 +43,15 @@ def test_of_equal_logits_the_lowest_id_comes_first(k: int) -> None:
     torch.testing.assert_close(log_probs.cpu(), want, rtol=1e-5, atol=1e-5)
 
 
-def test_columns_of_minus_infinity_come_last_by_id() -> None:
-    bias = torch.full((12,), -math.inf, device=DEVICE)
+@pytest.mark.parametrize("k", [3, 5])
+def test_columns_of_minus_infinity_come_last_by_id(k: int) -> None:
+    """As many tiles as k, or fewer; most of them without a finite logit."""
+    bias = torch.full((300,), -math.inf, device=DEVICE)
     bias[3], bias[8] = 1.0, 2.0
-    head = LMHead(torch.zeros(12, 2, device=DEVICE), bias)
-    ids, log_probs = top_k_log_probs(torch.zeros(1, 2, device=DEVICE), head, 5, backend="triton")
-    assert ids.tolist() == [[8, 3, 0, 1, 2]]
-    assert log_probs[0, 2:].tolist() == [-math.inf] * 3
+    head = LMHead(torch.zeros(300, 2, device=DEVICE), bias)
+    ids, log_probs = top_k_log_probs(torch.zeros(1, 2, device=DEVICE), head, k, backend="triton")
+    assert ids.tolist() == [[8, 3, 0, 1, 2][:k]]
+    assert log_probs[0, 2:].tolist() == [-math.inf] * (k - 2)
 
 
 def test_not_a_number_gives_ids_that_can_be_used() -> None:
