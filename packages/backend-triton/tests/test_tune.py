@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from logitless.bench.candidates import Outcome
 from logitless.cli import app
 from logitless_triton import tune as module
-from logitless_triton.config import Tile, config_for, device_facts, trying
+from logitless_triton.config import Device, Tile, config_for, device_facts, trying
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL = ["--tokens", "9", "--hidden", "16", "--vocab", "70", "--dtype", "float32", "--device", DEVICE, "--rounds", "1"]
@@ -70,3 +70,13 @@ def test_bad_options(arguments: list[str], said: str) -> None:
     done = run(*arguments)
     assert done.exit_code == 1
     assert said in str(done.exception)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("hidden_size", [64, 4096])
+def test_tiles_have_sizes_that_triton_takes(capability: tuple[int, int], dtype: torch.dtype, hidden_size: int) -> None:
+    chosen = config_for(Device(capability, 100), dtype, hidden_size)
+    for tile in (chosen.forward, chosen.dz):
+        for size in (tile.rows, tile.columns, tile.depth, tile.warps):
+            assert size & (size - 1) == 0, tile
