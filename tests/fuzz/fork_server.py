@@ -1,9 +1,9 @@
 """Runs `logitless` commands in forked children, so that fifty kills do not cost fifty imports of torch.
 
-A line on stdin, `{"jobs": [{"argv", "env", "log", "plot", "die_at", "watch"}, ...]}`, starts one child for each job;
-the answer is a line `{"pids": [...]}`, and when all have ended a line `{"codes": [...]}`. Without `plot`, which takes
-longer than all the rest, matplotlib is not there. With `die_at`, a child kills itself just before its so-manyth change
-of a file or folder whose path begins with `watch`: a crash between any two of its steps.
+A line on stdin, `{"jobs": [{"argv", "env", "log", "die_at", "watch"}, ...]}`, starts one child for each job; the answer
+is a line `{"pids": [...]}`, and when all have ended a line `{"codes": [...]}`. With `die_at`, a child kills itself just
+before its so-manyth change of a file or folder whose path begins with `watch`: a crash between any two of its steps.
+matplotlib is not there: the picture of a mismatch takes longer than all the rest.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from logitless.cli import main
 IMPORTED = (
     "logitless_hf.score.runner",
     "logitless_torch",
-    "matplotlib.pyplot",
     "pyarrow.parquet",
     "transformers.models.llama.modeling_llama",
 )
@@ -49,8 +48,6 @@ def child(job: dict[str, Any]) -> int:
     os.environ.update(job["env"])
     sys.argv = ["logitless", *job["argv"]]
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs this behind its back ignores it
-    if not job["plot"]:
-        sys.modules["matplotlib"] = None  # type: ignore[assignment]
     if job["die_at"] is not None:
         die_at(job["die_at"], job["watch"])
     try:
@@ -92,6 +89,7 @@ def serve() -> None:
 if __name__ == "__main__":
     for module in IMPORTED:
         import_module(module)
+    sys.modules["matplotlib"] = None  # type: ignore[assignment]
     logitless.backends()
     print("ready", flush=True)
     serve()

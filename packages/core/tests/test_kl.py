@@ -145,6 +145,7 @@ WRONG: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "other tokens": (InvalidInputError, r"ref_hidden: got shape \(6, 4\)", {"ref_hidden": torch.randn(6, 4)}),
     "ref width": (InvalidInputError, r"ref_head.weight: got shape \(7, 3\)", {"ref_head": torch.randn(7, 3)}),
     "width": (InvalidInputError, r"^head.weight: got shape \(7, 3\)", {"head": torch.randn(7, 3)}),
+    "workspace": (InvalidInputError, "^workspace_bytes: got 0, expected", {"workspace_bytes": 0}),
     "ref head": (InputTypeError, "ref_head: got str", {"ref_head": "head"}),
     "vocabularies": (
         InvalidInputError,

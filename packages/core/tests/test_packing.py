@@ -322,7 +322,7 @@ def test_gradients_flow_through_pack_and_unpack() -> None:
         (
             lambda: make("nested", [4, 2], position_ids=torch.zeros(3, 5)),
             InvalidInputError,
-            "position_ids: got 5 entries, expected 6, one for each token",
+            "position_ids: got shape (3, 5), expected 6 entries, one for each token",
         ),
         (
             lambda: PackedBatch.from_sequences([[1, 2]], loss_mask=[[1]]),
@@ -340,6 +340,22 @@ def test_gradients_flow_through_pack_and_unpack() -> None:
         (lambda: make("list", [3]).pack([ONES[0]], of="row"), InvalidInputError, "of: got 'row'"),
         (lambda: make("list", [4, 1]).pack(ONES[0], of="sequence"), InvalidInputError, "x: got 3 rows, expected 2"),
         (lambda: make("list", [4, 9]).micro_batches(8), InvalidInputError, "max_tokens: got 8, expected at least 9"),
+        (lambda: make("list", [4]).micro_batches(2.5), InvalidInputError, "max_tokens: got 2.5, expected an int"),
+        (lambda: make("list", [4]).shard(0.0, 1), InvalidInputError, "rank: got 0.0, expected an int"),
+        (lambda: make("list", [4]).shard(0, "2"), InvalidInputError, "size: got '2', expected an int"),
+        (lambda: make("list", [4]).unpack(torch.eye(4).to_sparse()), InvalidInputError, "x: got layout torch.sparse"),
+        (lambda: make("list", [4]).pack(jagged([4]), of="sequence"), InputTypeError, "expected a tensor [B, ...]"),
+        (lambda: PackedBatch.from_padded(IDS, ONES, align=1 << 31), InvalidInputError, "align: got 2147483648"),
+        (lambda: PackedBatch.from_padded(IDS, ONES, position_ids=[0]), InputTypeError, "position_ids: got list"),
+        (lambda: make("nested", [4], loss_mask=[1]), InputTypeError, "loss_mask: got list, expected a tensor"),
+        (lambda: make("nested", [4], loss_mask=torch.ones(3, 4)), InvalidInputError, "loss_mask: got shape (3, 4)"),
+        (lambda: PackedBatch.from_sequences([[1]], device="abacus"), InvalidInputError, "device: got 'abacus'"),
+        (lambda: PackedBatch.from_sequences("12"), InputTypeError, "input_ids: got str, expected a list"),
+        (lambda: PackedBatch.from_sequences(3), InputTypeError, "input_ids: got int, expected a list"),
+        (lambda: PackedBatch.from_sequences([[1], "a"]), InputTypeError, "input_ids[1]: got what makes no tensor"),
+        (lambda: PackedBatch.from_sequences([[1], 2]), InputTypeError, "input_ids[1]: got a number"),
+        (lambda: PackedBatch.from_sequences([[1]], loss_mask=1), InputTypeError, "loss_mask: got int, expected a list"),
+        (lambda: PackedBatch.from_sequences([torch.tensor([1j])]), InputTypeError, "input_ids[0]: got torch.complex64"),
     ],
 )
 def test_bad_calls(call: Any, error: type[Exception], message: str) -> None:
@@ -371,7 +387,7 @@ def test_ids_come_as_embeddings_take_them() -> None:
     ("call", "message"),
     [
         (lambda b: b.pack([1.0, 2.0], of="sequence"), "x: got list, expected a tensor"),
-        (lambda b: b.pack([1.0, 2.0]), "x: got numbers"),
+        (lambda b: b.pack([1.0, 2.0]), "x[0]: got a number"),
         (lambda b: b.unpack([ONES]), "x: got list"),
         (lambda b: b.unpack(torch.tensor(1.0)), "x: got Tensor, expected a tensor"),
     ],

@@ -13,7 +13,7 @@ import torch
 import logitless
 from logitless import Request, _registry
 from logitless._registry import BACKENDS, choose_backend, explain_choice, load, requested_backend, statuses
-from logitless.errors import BrokenPluginError, NotFoundError, UnsupportedError
+from logitless.errors import BrokenPluginError, InputTypeError, NotFoundError, UnsupportedError
 from logitless.testing import ReferenceBackend, installed
 
 REQUEST = Request(torch.device("cpu"), torch.float32, torch.float32, n_tokens=4, hidden_size=8, vocab_rows=16)
@@ -266,6 +266,12 @@ def test_the_block_ends_with_an_exception(install: Install) -> None:
     with pytest.raises(KeyError), logitless.use_backend("block"):
         raise KeyError
     assert requested_backend(None) is None
+
+
+def test_a_backend_is_asked_for_by_its_name() -> None:
+    for odd in (3, b"torch", torch.zeros(0), torch.nn.Linear):
+        with pytest.raises(InputTypeError, match=r"backend: got \w+, expected a name or None"):
+            _registry.requested_backend(odd)  # type: ignore[arg-type]
 
 
 def test_the_op_follows_the_choice() -> None:

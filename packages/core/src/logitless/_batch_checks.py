@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,16 +12,68 @@ from torch import Tensor
 from logitless.collectives import check_alike, debugging
 from logitless.errors import InputTypeError, InvalidInputError
 
-__all__ = ["check_align", "check_flat", "check_gathered", "check_ids", "check_like"]
+__all__ = [
+    "as_tensors",
+    "check_align",
+    "check_device",
+    "check_flat",
+    "check_gathered",
+    "check_ids",
+    "check_int",
+    "check_like",
+    "check_tensor",
+]
 
 
 def check_align(align: int) -> None:
-    if not isinstance(align, int) or isinstance(align, bool) or align < 1:
-        raise InvalidInputError(f"align: got {align!r}, expected an int of at least 1")
+    if not isinstance(align, int) or isinstance(align, bool) or not 1 <= align < 1 << 31:
+        raise InvalidInputError(f"align: got {align!r}, expected an int of at least 1, and less than 2^31")
+
+
+def check_int(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise InvalidInputError(f"{name}: got {value!r}, expected an int of at least {least}")
+
+
+def check_device(device: Any) -> None:
+    try:
+        torch.empty(0, device=device)
+    except (TypeError, ValueError, RuntimeError, AssertionError) as error:  # torch asserts that it was built with CUDA
+        raise InvalidInputError(f"device: got {device!r}, expected a device of this machine: {error}") from error
+
+
+def check_tensor(name: str, x: object) -> None:
+    if not isinstance(x, Tensor):
+        raise InputTypeError(f"{name}: got {type(x).__qualname__}, expected a tensor")
+    if x.layout not in (torch.strided, torch.jagged):
+        raise InvalidInputError(f"{name}: got layout {x.layout}, expected a dense tensor; call to_dense()")
+
+
+def as_tensors(name: str, parts: Any, device: Any) -> list[Tensor]:
+    """One tensor for each of a list of sequences, each of one dimension or more."""
+    if (
+        not isinstance(parts, Sequence | Tensor)
+        or isinstance(parts, str)
+        or (isinstance(parts, Tensor) and not parts.ndim)
+    ):
+        raise InputTypeError(
+            f"{name}: got {type(parts).__qualname__}, expected a list, a tensor or list for each sequence"
+        )
+    found = []
+    for i, part in enumerate(parts):
+        try:
+            found.append(torch.as_tensor(part, device=device))
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise InputTypeError(
+                f"{name}[{i}]: got what makes no tensor ({error}), expected a tensor or numbers"
+            ) from error
+        if found[-1].ndim == 0:
+            raise InputTypeError(f"{name}[{i}]: got a number, expected one tensor or list for each sequence")
+    return found
 
 
 def check_ids(name: str, x: Tensor, ndim: int) -> None:
-    if not isinstance(x, Tensor) or x.is_floating_point() or x.dtype == torch.bool:
+    if not isinstance(x, Tensor) or x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
         raise InputTypeError(f"{name}: got {getattr(x, 'dtype', type(x).__qualname__)}, expected an integer tensor")
     if x.ndim != ndim:
         raise InvalidInputError(f"{name}: got shape {tuple(x.shape)}, expected {ndim} dimension{'s' * (ndim > 1)}")
@@ -34,9 +87,11 @@ def check_like(name: str, x: Tensor, ids: Tensor) -> None:
         raise InvalidInputError(f"{name}: is on {x.device}, input_ids on {ids.device}; move one of them")
 
 
-def check_flat(name: str, x: Tensor | None, ids_M: Tensor) -> None:
-    if x is not None and x.shape[-1] != ids_M.shape[0]:
-        raise InvalidInputError(f"{name}: got {x.shape[-1]} entries, expected {ids_M.shape[0]}, one for each token")
+def check_flat(name: str, x: Tensor | None, ids_M: Tensor, most: int = 1) -> None:
+    if x is not None and (not 1 <= x.ndim <= most or x.shape[-1] != ids_M.shape[0]):
+        raise InvalidInputError(
+            f"{name}: got shape {tuple(x.shape)}, expected {ids_M.shape[0]} entries, one for each token"
+        )
 
 
 def check_gathered(

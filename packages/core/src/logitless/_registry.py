@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from logitless.errors import BrokenPluginError, LogitlessError, NotFoundError, UnsupportedError
+from logitless.errors import BrokenPluginError, InputTypeError, LogitlessError, NotFoundError, UnsupportedError
 from logitless.types import PROTOCOL, Adapter, Backend, ForwardFn, Request
 
 __all__ = [
@@ -156,6 +156,8 @@ def use_backend(name: str) -> Iterator[None]:
 
 def requested_backend(argument: str | None) -> str | None:
     """The name that somebody asked for: argument, then `use_backend`, then LOGITLESS_BACKEND; None if nobody did."""
+    if not isinstance(argument, str | None):
+        raise InputTypeError(f"backend: got {type(argument).__qualname__}, expected a name or None")
     return argument or _override.get() or os.environ.get(ENVIRONMENT) or None
 
 

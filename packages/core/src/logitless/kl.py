@@ -244,8 +244,8 @@ def linear_kl(
     }
     try:
         teacher, trained = make_call(ref_hidden, heads[1], labels, **options)
-    except (InputTypeError, InvalidInputError) as error:  # it names its arguments as the student's
-        raise type(error)(f"ref_{error}") from None
+    except (InputTypeError, InvalidInputError) as error:  # it names the student's hidden and head
+        raise type(error)(f"{'ref_' * str(error).startswith(('hidden', 'head'))}{error}") from None
     if trained:
         raise InvalidInputError(
             "ref_hidden, ref_head: one of them requires grad, but the reference gets no gradient; pass hidden states "

@@ -17,7 +17,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from logitless._batch_checks import check_align, check_flat, check_gathered, check_ids, check_like
+from logitless._batch_checks import (
+    as_tensors,
+    check_align,
+    check_device,
+    check_flat,
+    check_gathered,
+    check_ids,
+    check_int,
+    check_like,
+    check_tensor,
+)
 from logitless._segments import Scheme, cumulated, fill_bins, last_tokens, ramp, shard_index, split_bins
 from logitless.collectives import all_reduce_max, gather_own_gradient
 from logitless.errors import InputTypeError, InvalidInputError
@@ -127,6 +137,7 @@ class PackedBatch:
             raise InvalidInputError("attention_mask: got values other than 0 and 1, expected a mask of tokens")
         source_M = torch.nonzero_static(mask.flatten(), size=sum(lengths)).squeeze(1)
         if position_ids is not None:
+            check_tensor("position_ids", position_ids)
             check_like("position_ids", position_ids[0] if position_ids.ndim == 3 else position_ids, input_ids)
             position_ids = position_ids.flatten(-2).index_select(-1, source_M)
         if loss_mask is not None:
@@ -152,7 +163,10 @@ class PackedBatch:
         check_ids("input_ids", ids_M, 1)
 
         def values(name: str, x: Tensor | None) -> Tensor | None:
-            if x is None or not x.is_nested:
+            if x is None:
+                return None
+            check_tensor(name, x)
+            if not x.is_nested:
                 return x
             found, own = _jagged_values(x)
             if own != lengths:
@@ -161,7 +175,7 @@ class PackedBatch:
 
         loss_M, position_M = values("loss_mask", loss_mask), values("position_ids", position_ids)
         check_flat("loss_mask", loss_M, ids_M)
-        check_flat("position_ids", position_M, ids_M)
+        check_flat("position_ids", position_M, ids_M, most=2)
         source_M = torch.arange(ids_M.shape[0], device=ids_M.device)
         return _build(ids_M, lengths, loss_M, position_M, align, source_M, ("nested", (ids_M.shape[0],)))
 
@@ -177,7 +191,9 @@ class PackedBatch:
     ) -> PackedBatch:
         """From a list of id sequences (tensors [L] or lists of ints); masks and positions are lists alike."""
         check_align(align)
-        ids = [torch.as_tensor(x if len(x) else torch.zeros(0, dtype=torch.int64), device=device) for x in input_ids]
+        check_device(device)
+        # torch takes [] as floats
+        ids = [x if x.numel() else x.long() for x in as_tensors("input_ids", input_ids, device)]
         for i, x in enumerate(ids):
             check_ids(f"input_ids[{i}]", x, 1)
         lengths = [x.shape[0] for x in ids]
@@ -185,7 +201,7 @@ class PackedBatch:
         def joined(name: str, parts: Sequence[Any] | None) -> Tensor | None:
             if parts is None:
                 return None
-            tensors = [torch.as_tensor(x, device=device) for x in parts]
+            tensors = as_tensors(name, parts, device)
             own = [x.shape[-1] for x in tensors]
             if own != lengths:
                 raise InvalidInputError(f"{name}: got lengths {own}, expected those of input_ids, {lengths}")
@@ -225,7 +241,8 @@ class PackedBatch:
     def unpack(self, x: Tensor, fill: float = 0.0) -> Any:
         """[T, ...] in batch order back into the origin's layout; `fill` where it holds no token of the batch."""
         self._whole("unpack")
-        if not isinstance(x, Tensor) or x.ndim == 0:
+        check_tensor("x", x)
+        if x.ndim == 0 or x.is_nested:
             raise InputTypeError(f"x: got {type(x).__qualname__}, expected a tensor [T, ...] in batch order")
         if x.shape[0] != sum(self.padded_lengths):
             raise InvalidInputError(
@@ -270,6 +287,7 @@ class PackedBatch:
         sequences gets idle batches (one sequence of no true tokens), so that collectives in the model stay in step.
         """
         self._whole("micro_batches")
+        check_int("max_tokens", max_tokens, 0)
         idle = bool(self.lengths) and not self.sequences
         if idle and group is None:
             return [self]
@@ -301,6 +319,8 @@ class PackedBatch:
         T must divide by size.
         """
         self._whole("shard")
+        check_int("rank", rank, 0)
+        check_int("size", size, 1)
         if not 0 <= rank < size:
             raise InvalidInputError(f"rank: got {rank}, expected 0 to {size - 1} for size {size}")
         index_P = shard_index(self.padded_lengths, rank, size, scheme, self.input_ids.device)
@@ -348,9 +368,7 @@ class PackedBatch:
         if isinstance(x, Tensor) and x.is_nested:
             x, lengths = _jagged_values(x)
         else:
-            parts = [torch.as_tensor(part, device=self.input_ids.device) for part in x]
-            if any(part.ndim == 0 for part in parts):
-                raise InputTypeError("x: got numbers, expected one tensor or list for each sequence")
+            parts = as_tensors("x", x, self.input_ids.device)
             lengths = [part.shape[0] for part in parts]
             x = torch.cat(parts) if parts else torch.zeros(0, device=self.input_ids.device)
         expected = self.lengths[: len(self.sequences)]  # an idle batch stands for no sequence
@@ -361,7 +379,8 @@ class PackedBatch:
 
     def _spread(self, x: Tensor, fill: float) -> Tensor:
         """[B, ...] to [T, ...]."""
-        if not isinstance(x, Tensor) or x.ndim == 0:
+        check_tensor("x", x)
+        if x.ndim == 0 or x.is_nested:
             raise InputTypeError(f"x: got {type(x).__qualname__}, expected a tensor [B, ...], a row for each sequence")
         if x.shape[0] != len(self.sequences):
             raise InvalidInputError(f"x: got {x.shape[0]} rows, expected {len(self.sequences)}, one for each sequence")
