@@ -68,9 +68,6 @@ class Kit:
         methods = {name: value for base in reversed(kits) for name, value in vars(base).items() if callable(value)}
         hooks = {name for name, value in methods.items() if getattr(value, "is_hook", False)}
         fixed = {name for name in methods.keys() - hooks if not name.startswith("__")}
-        redefined = sorted(fixed & {name for base in own for name in vars(base)})
-        if redefined:
-            raise TypeError(f"{cls.__qualname__} redefines {', '.join(redefined)}: name it otherwise, or use `skips`")
         if issubclass(cls, unittest.TestCase) or {"__init__", "__new__"} & {
             name for base in own for name in vars(base)
         }:
@@ -78,6 +75,9 @@ class Kit:
                 f"{cls.__qualname__} is a unittest.TestCase or has an __init__ or __new__: pytest would run none of "
                 "its checks; use fixtures, or the hooks"
             )
+        redefined = sorted(fixed & {name for base in own for name in vars(base)})
+        if redefined:
+            raise TypeError(f"{cls.__qualname__} redefines {', '.join(redefined)}: name it otherwise, or use `skips`")
         checks = {name for name in fixed if name.startswith("test_")}
         for name, reason in cls.skips.items():
             if name not in checks:

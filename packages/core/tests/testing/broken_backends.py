@@ -1,35 +1,15 @@
-"""The testing kit itself: each check goes red on a backend with the defect that it is for."""
+"""Backends with one defect each, by the check of the kit that must catch it."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
-from torch.testing._internal.optests import OpCheckError
 
-import logitless
-from logitless.testing import (
-    AllocationGuard,
-    MemoryTracker,
-    ProductCounter,
-    ReferenceBackend,
-    cases,
-    check_gradients,
-    check_results,
-    check_scores,
-    floor_gradients,
-    installed,
-    random_example,
-)
-from logitless.testing._conformance import OPTIONS
-from logitless.testing._kit import same
-from logitless.testing.conformance import BackendConformance
-from logitless.testing.divergence import DivergenceConformance, check_divergence, random_divergence
+from logitless.testing import ReferenceBackend, cases
 from logitless.types import Forwarded, Gradients, PolicyResult, Problem, Request
 
 
@@ -259,6 +239,94 @@ def validated_only(problem: Problem, out: Forwarded) -> Forwarded:
     return out if problem.dead is None else off(problem, out)
 
 
+class Misspelt(Broken):
+    features = frozenset({"kept_sets"})
+
+
+class ForgetsTheSetInASinglePass(Broken):
+    def policy_loss(self, problem: Problem, **keywords: Any) -> PolicyResult:
+        return super().policy_loss(replace(problem, top_k=None, top_p=None), **keywords)
+
+
+class HighestIdFirst(Broken):
+    def top_k_log_probs(self, problem: Problem, k: int) -> tuple[Tensor, Tensor]:
+        turned = replace(problem, weight=problem.weight.flip(0))
+        ids, log_probs = super().top_k_log_probs(turned, k)
+        return len(problem.weight) - 1 - ids, log_probs
+
+
+class ReadsWhatItDidNotWrite(Broken):
+    """Right wherever what lay there is a finite number."""
+
+    def forward(self, problem: Problem, **keywords: Any) -> Forwarded:
+        out = super().forward(problem, **keywords)
+        return replace(out, log_probs=out.log_probs + 0.0 * torch.empty_like(out.log_probs))
+
+
+class InChunks(ReferenceBackend):
+    """The reference for one token at a time, without the logits of others."""
+
+    def _each(self, problem: Problem) -> list[Problem]:
+        live = torch.arange(len(problem.labels)) if problem.live is None else problem.live
+        return [replace(problem, live=token) for token in live.split(1)]
+
+    def forward(self, problem: Problem, **keywords: Any) -> Forwarded:
+        outs = [super(InChunks, self).forward(token, **keywords) for token in self._each(problem)]
+        return Forwarded(
+            torch.cat([out.log_probs for out in outs]),
+            torch.cat([out.entropy for out in outs if out.entropy is not None]) if keywords["entropy"] else None,
+            torch.cat([out.stats for out in outs], 1),
+            outs[0].kept,
+        )
+
+    def backward(self, problem: Problem, *rest: Any) -> Gradients:
+        stats, kept, g, e, *others = rest
+        total: dict[str, Tensor] = {}
+        for i, token in enumerate(self._each(problem)):
+            upstream = (g[i : i + 1], None if e is None else e[i : i + 1])
+            found = super().backward(token, stats[:, i : i + 1], kept, *upstream, *others)
+            for name in ("hidden", "weight"):
+                grad = getattr(found, name)
+                total[name] = total[name].add_(grad) if name in total else grad
+            del found, grad
+        return Gradients(**total)
+
+
+def breaks_ties(problem: Problem) -> Problem:
+    steps = 1e-6 * torch.arange(len(problem.weight), device=problem.weight.device)
+    return replace(problem, weight=problem.weight + steps.to(problem.weight.dtype).unsqueeze(1))
+
+
+def first_label_of_all(problem: Problem, out: Forwarded) -> Forwarded:
+    return replace(out, log_probs=out.log_probs[:, :1].expand_as(out.log_probs).contiguous())
+
+
+def stats_in_another_order(problem: Problem, out: Forwarded) -> Forwarded:
+    return out if out.extras is None else replace(out, extras=out.extras.flip(0))
+
+
+def overflows(problem: Problem, out: Forwarded) -> Forwarded:
+    return out if problem.bias is None else replace(out, log_probs=out.log_probs + 0.0 * problem.bias.exp().max())
+
+
+def loud_last_row(problem: Problem) -> Problem:
+    loud = torch.ones(len(problem.weight), 1)
+    loud[-1] = 1.5
+    return replace(problem, weight=problem.weight * loud)
+
+
+def by_place(problem: Problem, out: Forwarded) -> Forwarded:
+    return replace(out, log_probs=out.log_probs - 1e-3 * torch.arange(len(out.log_probs)))
+
+
+def off_when_few(problem: Problem, out: Forwarded) -> Forwarded:
+    return off(problem, out) if len(out.log_probs) < 4 else out
+
+
+def lifted_bias(problem: Problem, grads: Gradients) -> Gradients:
+    return grads if grads.bias is None else replace(grads, bias=grads.bias + 0.01)
+
+
 grads_off = backward(scaled("hidden", 1.01))
 weight_off = backward(scaled("weight", 1.01))
 # check: the defect that it must catch, and its arguments
@@ -306,243 +374,24 @@ DEFECTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "test_peaked": (forward(unshifted), {}),
     "test_vocabulary_of_one": (forward(off), {}),
     "test_confident_tokens_keep_their_digits": (forward(label_of_another_sum), {}),
+    "test_temporary_memory_is_bounded": (Broken, {}),
+    "test_features_are_known": (Misspelt, {"dtype": None}),
+    "test_kept_set": (reading(lambda p: replace(p, top_k=None, top_p=None)), {"head": "plain", "kind": "k"}),
+    "test_ties_are_kept_together": (reading(breaks_ties), {"kept": {"top_k": 2}}),
+    "test_kept_set_in_a_single_pass": (ForgetsTheSetInASinglePass, {}),
+    "test_several_labels": (forward(first_label_of_all), {"head": "plain", "kept": {}}),
+    "test_stats": (forward(stats_in_another_order), {"names": ("is_argmax", "mean_logit")}),
+    "test_top_k_log_probs": (HighestIdFirst, {"k": 7}),
+    "test_scores_of_nothing": (backward(nan_for_nothing), {}),
+    "test_any_call": (forward(below_zero), {}),
+    "test_shift": (forward(overflows), {}),
+    "test_vocabulary_in_another_order": (reading(loud_last_row), {}),
+    "test_tokens_in_another_order": (forward(by_place), {}),
+    "test_tokens_in_two_parts": (forward(off_when_few), {}),
+    "test_temperature_is_a_smaller_weight": (reading(lambda p: replace(p, temperature=1.0)), {}),
+    "test_probabilities_sum_to_one": (forward(off), {}),
+    "test_logit_gradients_sum_to_zero": (backward(lifted_bias), {}),
+    "test_memory_changes_nothing": (forward(kept_counts), {}),
 }
-CHECKS = [name for name, _ in inspect.getmembers(BackendConformance, inspect.isfunction) if name.startswith("test_")]
-
-
-def run_check(name: str, backend_class: type[ReferenceBackend], arguments: dict[str, Any]) -> None:
-    class Conformance(BackendConformance):
-        backend = backend_class.name
-
-    with installed(backend_class(), alone=True):
-        getattr(Conformance(), name)(**{"dtype": torch.float32, **arguments})
-
-
-def test_every_check_has_a_defect() -> None:
-    assert sorted(DEFECTS) == sorted(CHECKS)
-
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_check_is_green_on_the_reference(name: str) -> None:
-    run_check(name, ReferenceBackend, DEFECTS[name][1])
-
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_check_is_red_on_its_defect(name: str) -> None:
-    defect, arguments = DEFECTS[name]
-    with pytest.raises((AssertionError, pytest.fail.Exception, OpCheckError)):
-        run_check(name, defect, arguments)
-
-
-@pytest.mark.parametrize("field", ["log_probs", "d_hidden", "d_weight"])
-def test_the_cases_own_values_count(field: str) -> None:
-    case = cases()[0]
-    wrong = replace(case, data={**case.data, field: (1.01 * torch.tensor(case.data[field])).tolist()})
-    with pytest.raises((AssertionError, pytest.fail.Exception)):
-        run_check("test_cases", ReferenceBackend, {"dtype": torch.float64, "case": wrong})
-
-
-@pytest.mark.parametrize("kit", [BackendConformance, DivergenceConformance])
-def test_no_parameter_of_a_check_is_given_twice(kit: type) -> None:
-    for name, check in inspect.getmembers(kit, inspect.isfunction):
-        for mark in getattr(check, "pytestmark", ()):
-            values = [repr(value) for value in mark.args[1]]
-            assert len(set(values)) == len(values), name
-
-
-def test_all_options_together_are_those_of_each() -> None:
-    of_each = {key for name, option in OPTIONS.items() if name != "all" for key in option}
-    assert {key for key, value in OPTIONS["all"].items() if value} == of_each - {"temperature"}
-
-
-def test_upstream_gradients_are_scaled() -> None:
-    example = random_example(5)
-    scaled_up = example.scale_upstream(3.0)
-    torch.testing.assert_close(scaled_up.grad_log_probs, 3.0 * example.grad_log_probs)
-    torch.testing.assert_close(scaled_up.grad_entropy, 3.0 * example.grad_entropy)
-
-
-def test_equal_bits_hold_nan_equal() -> None:
-    x = torch.tensor([1.0, float("nan")])
-    assert same(x, x.clone())
-    assert not same(x, torch.tensor([1.0, 2.0]))
-    assert not same(x, x.double())
-
-
-# The subclass
-
-
-def test_a_check_cannot_be_redefined() -> None:
-    with pytest.raises(TypeError, match="redefines test_peaked: name it otherwise, or use `skips`"):
-        type("Sly", (BackendConformance,), {"backend": "x", "test_peaked": lambda self, dtype: None})
-    with pytest.raises(TypeError, match="redefines check"):
-        type("Sly", (BackendConformance,), {"backend": "x", "check": lambda self, *rest: None})
-
-
-def test_own_checks_can_be_added() -> None:
-    type("Fine", (BackendConformance,), {"backend": "x", "test_mine": lambda self: None, "sizes": (3, 5, 2)})
-
-
-@pytest.mark.parametrize("setting", [{"skips": {"test_peeked": "?"}}, {"refuses": {"softcaps"}}], ids=str)
-def test_a_misspelt_setting_is_an_error(setting: dict[str, Any]) -> None:
-    with pytest.raises(TypeError, match="test_peeked|softcaps"):
-        type("Typo", (BackendConformance,), {"backend": "x", **setting})
-
-
-def test_what_is_refused_must_be_refused() -> None:
-    class Refuses(Broken):
-        def supports(self, request: Request) -> str | None:
-            return "no bias" if request.bias else None
-
-    class Conformance(BackendConformance):
-        backend = "broken"
-        refuses = ("bias",)
-
-    arguments: dict[str, Any] = {"dtype": torch.float32, "option": "bias", "tokens": 5}
-    with installed(Refuses(), alone=True), pytest.raises(pytest.skip.Exception):
-        Conformance().test_options(**arguments)
-    with installed(Broken(), alone=True), pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
-        Conformance().test_options(**arguments)
-
-
-# Tolerances
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_the_floor_is_what_one_rounding_costs(dtype: torch.dtype) -> None:
-    example = random_example(60, vocab=200, dtype=dtype, lora=(3,), bias=True)
-    truth, unit = example.truth(), torch.finfo(dtype).eps
-    for name, grad in floor_gradients(example).items():
-        exact = truth.gradients[name]
-        assert exact is not None
-        error = float((grad - exact).norm() / exact.norm())
-        assert unit / 16 < error < unit, name
-    rounded = {name: grad.to(dtype) for name, grad in floor_gradients(example).items()}
-    check_gradients(rounded, example, truth=truth)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("leaf", ["hidden", "weight", "bias", "lora_u0", "lora_b0"])
-def test_a_gradient_that_is_off_is_seen(dtype: torch.dtype, leaf: str) -> None:
-    example = random_example(60, vocab=200, dtype=dtype, lora=(3,), bias=True)
-    got = example.reference()
-    check_results(got, example)
-    grad = got.gradients[leaf]
-    assert grad is not None
-    size = {torch.float16: 4e-3, torch.bfloat16: 2e-2, torch.float32: 1e-5, torch.float64: 1e-9}[dtype]
-    with pytest.raises(AssertionError, match=f"d_{leaf}: L2 error"):
-        check_gradients({**got.gradients, leaf: (grad.double() * (1 + size)).to(dtype)}, example)
-    with pytest.raises(AssertionError, match=f"d_{leaf}: got torch"):
-        check_gradients({**got.gradients, leaf: grad.to(torch.complex64)}, example)
-
-
-def test_logits_rounded_to_bf16_are_seen() -> None:
-    example = random_example(60, vocab=200, dtype=torch.bfloat16, std=5.0)
-    z = (example.hidden @ example.head.weight.T).float()
-    log_p = z.log_softmax(-1).gather(-1, example.labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-    got = logitless.TokenLogProbs(log_p.masked_fill(~example.live, 0.0), None)
-    with pytest.raises(AssertionError, match="log_probs: .* tokens are off"):
-        check_scores(got, example)
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.1])
-def test_a_score_that_is_off_is_seen(value: float) -> None:
-    example = random_example(5, dtype=torch.float32)
-    got = example.reference().scores
-    with pytest.raises(AssertionError, match="log_probs: 1 tokens are off; the first, 2"):
-        check_scores(replace(got, log_probs=got.log_probs.detach().index_fill(0, torch.tensor(2), value)), example)
-    with pytest.raises(AssertionError, match="for ignored tokens, expected exactly 0"):
-        check_scores(replace(got, log_probs=got.log_probs.detach().index_fill(0, torch.tensor(1), value)), example)
-
-
-def test_a_divergence_below_zero_is_seen() -> None:
-    case = random_divergence(9, dtype=torch.float64)
-    case = replace(case, teacher=case.student)
-    value, grads = case.truth()
-    check_divergence((value, grads), case)
-    with pytest.raises(pytest.fail.Exception, match="a divergence is negative"):
-        check_divergence((value - 1e-16 * case.student.live, grads), case)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_a_divergences_gradient_that_is_off_is_seen(dtype: torch.dtype) -> None:
-    case = random_divergence(30, dtype=dtype)
-    value, grads = case.truth()
-    got = value.to(torch.promote_types(dtype, torch.float32))
-    rounded = {name: None if grad is None else grad.to(dtype) for name, grad in grads.items()}
-    check_divergence((got, rounded), case)
-    size = {torch.float16: 4e-3, torch.bfloat16: 2e-2, torch.float32: 1e-4, torch.float64: 1e-9}[dtype]
-    off = {name: None if grad is None else (grad * (1 + size)).to(dtype) for name, grad in grads.items()}
-    with pytest.raises(pytest.fail.Exception, match="L2 error"):
-        check_divergence((got, off), case)
-
-
-# Memory
-
-
-def test_memory_is_counted_until_it_is_freed() -> None:
-    with MemoryTracker() as tracker:
-        kept = torch.zeros(1000)
-        view = kept.view(10, 100)
-        assert tracker.live_bytes == 4000
-        gone = torch.zeros(500) + 1
-        assert (tracker.live_bytes, tracker.peak_bytes) == (6000, 8000)
-        del gone
-        assert tracker.live_bytes == 4000
-        del kept
-        assert tracker.live_bytes == 4000
-        del view
-        assert tracker.live_bytes == 0
-        torch.zeros(10).add_(1)
-    assert (tracker.peak_bytes, tracker.largest_bytes) == (8000, 4000)
-
-
-def test_what_was_there_before_is_not_counted() -> None:
-    before = torch.zeros(1000)
-    with MemoryTracker() as tracker:
-        before.add_(1).view(10, 100)[0].mul_(2)
-    assert tracker.peak_bytes == 0
-
-
-def test_memory_is_seen_inside_of_the_ops() -> None:
-    example = random_example(40, vocab=300, dtype=torch.float32)
-    with installed(ReferenceBackend(), alone=True):
-        with MemoryTracker() as tracker:
-            example.run()
-        assert tracker.peak_bytes > 2 * 30 * 300 * 4
-        with AllocationGuard(40 * 300 * 4), torch.no_grad():
-            example.score()
-        with pytest.raises(AssertionError, match=r"\(40, 300\) torch.float32: 48000 bytes, allowed 47999"):
-            guarded(example, 47999)
-
-
-def guarded(example: Any, limit: int) -> None:
-    with AllocationGuard(limit), torch.no_grad():
-        replace(example, labels=example.labels.clamp(min=0)).score()
-
-
-def test_products_are_counted() -> None:
-    a, b, c = torch.ones(3, 4), torch.ones(4, 5), torch.ones(2, 3, 4)
-    with ProductCounter() as counter:
-        a @ b
-        torch.addmm(torch.ones(3, 5), a, b)
-        torch.nn.functional.linear(a, b.T)
-        assert (counter.calls, counter.flops) == (3, 3 * 2 * 60)
-        c @ b
-        a @ b[:, 0]
-        a.mul(2).sum()
-    assert (counter.calls, counter.flops) == (5, 3 * 120 + 240 + 24)
-
-
-# Installing
-
-
-def test_installed_backends_go_again() -> None:
-    before = logitless.backends()
-    with installed(ReferenceBackend(), alone=True):
-        assert [line.name for line in logitless.backends()] == ["reference"]
-    with pytest.raises(KeyError), installed(ReferenceBackend()):
-        raise KeyError
-    assert logitless.backends() == before
-    with installed(ReferenceBackend()):
-        assert [line.name for line in logitless.backends()] == sorted(["reference", *(line.name for line in before)])
+GOOD: dict[str, type[ReferenceBackend]] = {"test_temporary_memory_is_bounded": InChunks}
+"""What passes a check that the reference itself does not."""

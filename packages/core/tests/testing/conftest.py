@@ -1,0 +1,8 @@
+"""Puts `broken_backends` on the path, which these tests share."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
