@@ -75,6 +75,30 @@ def test_says_the_chunks_of_a_single_pass(workspace_bytes: int, monkeypatch: pyt
     assert len(chunks) == -(-n // said.single_pass_tokens)
 
 
+def test_says_the_chunks_whose_logits_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    chunks, n, vocab, hidden_size, workspace_bytes = [], 9, 301, 16, 14_000
+    inner = policy.held_pass
+
+    def spy(held: Any, rows: Any, *rest: Any) -> None:
+        chunks.append(rows.count)
+        inner(held, rows, *rest)
+
+    monkeypatch.setattr(policy, "held_pass", spy)
+    monkeypatch.setattr("logitless_triton.held.held_pass", spy)
+    example = random_example(
+        n, vocab=vocab, hidden_size=hidden_size, dtype=torch.float32, device=DEVICE, ignored=False
+    ).fresh()
+    options: dict[str, Any] = {"backend": "triton", "top_k": 3, "workspace_bytes": workspace_bytes}
+    said = plan(request_of(n, vocab, hidden_size, workspace_bytes=workspace_bytes, kept_set=True), 1 << 20)
+    assert said.kept_columns == 0
+    example.score(**options)
+    assert chunks == [said.forward_tokens, n - said.forward_tokens]
+    chunks.clear()
+    logitless.linear_policy_loss(example.hidden, example.head, example.labels, lambda s, i: s.log_probs, **options)
+    assert chunks == [said.single_pass_tokens, n - said.single_pass_tokens]
+    assert "holds their logits, and keeps nothing" in str(said)
+
+
 def test_can_be_read() -> None:
     text = str(plan(request_of(8192, 151936, 4096, hidden_dtype=torch.bfloat16, weight_dtype=torch.bfloat16), 1 << 30))
     assert "keeps differences of" in text

@@ -13,6 +13,7 @@ from logitless_triton.layout import (
     EXPONENTIALS,
     NOTHING,
     Blocks,
+    held_rows,
     kept_length,
     mode_of,
     partials_rows,
@@ -30,7 +31,8 @@ class Plan:
     """How a call on one rank is cut; columns are vocab rows of the rank's weight, all taken for real ones."""
 
     tiles: Config
-    forward_tokens: int  # whose partial statistics are held at a time
+    forward_tokens: int  # whose partial statistics, and with `holds` logits, are held at a time
+    holds: bool  # for a kept set, several labels, further statistics or the most likely tokens
     kept: str  # "nothing", "differences" (both gradients), "exponentials" (entropy_grad=False)
     kept_bytes: int
     kept_columns: int
@@ -51,6 +53,8 @@ class Plan:
             again = f"the logits are made again in {self.blocks} block(s) of {self.block_columns:,} columns"
             again += f" by {self.block_tokens:,} tokens"
         kept = "keeps nothing"
+        if self.holds:
+            kept = "holds their logits, and " + kept
         if self.kept_columns:
             share = f"{self.kept_columns:,} of {self.columns:,} columns"
             kept = f"keeps {self.kept} of {share} ({self.kept_bytes / 2**20:,.0f} MiB)"
@@ -77,9 +81,15 @@ def plan(request: Request, keep_bytes: int = 0) -> Plan:
     blocks = Blocks.plan(n, columns - kept, request.hidden_size, operand.itemsize, request.workspace_bytes, scaled)
     vocab_size = columns * request.group_size
     chunk, keeps = single_pass_chunk(n, vocab_size, width, operand, request.workspace_bytes)
+    rows = partials_rows(vocab_size, width, request.workspace_bytes)
+    if request.features:
+        rows = held_rows(n, vocab_size, width, request.workspace_bytes)
+    if request.kept_set:
+        chunk, keeps = rows, False
     return Plan(
         tiles=tiles,
-        forward_tokens=min(n, partials_rows(vocab_size, width, request.workspace_bytes)),
+        forward_tokens=min(n, rows),
+        holds=bool(request.features),
         kept=KINDS[mode],
         kept_bytes=length,
         kept_columns=kept,
