@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ class CausalLMOutputForPPO:
     hidden_states: None = None
     attentions: None = None
     aux_loss: None = None
-    stats: None = None
+    stats: Mapping[str, Tensor] | None = None
 
 
 @dataclass
@@ -49,6 +49,10 @@ class AcmeForward:
         loss_fn: Callable[[TokenLogProbs, Tensor], Tensor] | None = None,
         keep_bytes: int = 0,
         multi_modal_inputs: Mapping[str, Any] | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        stats: Sequence[str] = (),
+        labels: Tensor | None = None,
     ) -> CausalLMOutputForPPO:
         if multi_modal_inputs:
             raise UnsupportedError(f"multi_modal_inputs: got {', '.join(multi_modal_inputs)}, acme takes text only")
@@ -59,17 +63,23 @@ class AcmeForward:
         if isinstance(temperature, Tensor) and temperature.ndim:
             temperature = rows.to_rows(temperature, 1.0)
         options: dict[str, Any] = {"temperature": temperature, "backend": self.backend}
-        options |= {"entropy": entropy, "entropy_grad": entropy_grad}
-        call, loss = (hidden, self.model.head.weight, rows.labels), None
+        options |= {"entropy": entropy, "entropy_grad": entropy_grad, "top_k": top_k, "top_p": top_p}
+        scored = rows.labels if labels is None else rows.to_rows(labels, -100)
+        call, loss = (hidden, self.model.head.weight, scored), None
         if loss_fn is None:
-            out = logitless.linear_log_probs(*call, keep_bytes=keep_bytes, **options)
+            out = logitless.linear_log_probs(*call, keep_bytes=keep_bytes, stats=stats, **options)
+        elif stats:
+            raise InvalidInputError(
+                "stats: got some with a loss_fn, expected none: its single pass makes no statistics"
+            )
         else:
             # The op counts tokens in rows, the caller in the packed batch.
             loss, out = logitless.linear_policy_loss(
                 *call, lambda scores, index: loss_fn(scores, rows.packed_index(index)), **options
             )
         entropies = None if out.entropy is None else rows.to_packed(out.entropy)
-        return CausalLMOutputForPPO(rows.to_packed(out.log_probs), entropies, loss=loss)
+        found = {name: rows.to_packed(x) for name, x in (out.stats or {}).items()}
+        return CausalLMOutputForPPO(rows.to_packed(out.log_probs), entropies, loss=loss, stats=found or None)
 
 
 class AcmeAdapter:
