@@ -241,6 +241,14 @@ def option(name: str, value: Any) -> Callable[[dict[str, Tensor], dict[str, Any]
     return lambda own, options: options.update({name: value})
 
 
+def another_reference(own: dict[str, Tensor], options: dict[str, Any]) -> None:
+    options["ref_scale"] = 2.0
+
+
+def frozen(own: dict[str, Tensor], options: dict[str, Any]) -> None:
+    own["hidden"] = own["hidden"].detach()
+
+
 EVERY, LABELLED = tuple(OPS), ("scores", "kept-set", "single-pass")
 DIFFERENT: dict[str, tuple[Any, tuple[str, str, str], tuple[str, ...]]] = {
     "fewer-tokens": (other_tokens, ("hidden's shape", "(20, 8)", "(15, 8)"), EVERY),
@@ -261,6 +269,8 @@ DIFFERENT: dict[str, tuple[Any, tuple[str, str, str], tuple[str, ...]]] = {
     "stats": (option("stats", ("is_kept",)), ("stats", "()", "('is_kept',)"), ("scores", "kept-set")),
     "beta": (option("beta", 0.25), ("beta", "0.5", "0.25"), ("divergence",)),
     "k": (option("k", 4), ("k", "3", "4"), ("best",)),
+    "reference": (another_reference, ("ref_scale, softcap", "(1.0, None)", "(2.0, None)"), ("divergence",)),
+    "frozen": (frozen, ("gradients", "(True, True, (True, False))", "(True, True, (False, False))"), ("single-pass",)),
 }
 
 
@@ -277,7 +287,7 @@ def odd_one(rank: int, size: int, names: list[str]) -> dict[tuple[str, str], str
                 with torch.no_grad():
                     change(own, options)
                 head = replace(head, weight=own["weight"], bias=own["bias"])
-                ref = replace(ref, weight=own["ref_weight"])
+                ref = replace(ref, weight=own["ref_weight"], scale=options.pop("ref_scale", 1.0))
             score = functools.partial(OPS[op], own, head, ref, tp_group=dist.group.WORLD, **options)
             said[name, op] = told(score)
     return said
