@@ -187,7 +187,7 @@ def test_doctor_tells_good_and_broken() -> None:
     [("acme", 0, "would run on acme"), ("shoddy-init", 1, "licence key"), ("no-such", 1, "no-such")],
 )
 def test_doctor_exits_by_the_backend_that_was_asked_for(name: str, code: int, said: str) -> None:
-    done = cli("doctor", LOGITLESS_BACKEND=name)
+    done = cli("doctor", "--dtype", "float32", LOGITLESS_BACKEND=name)
     assert done.returncode == code
     assert said in done.stdout
     assert "Traceback" not in done.stderr
