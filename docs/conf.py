@@ -40,6 +40,8 @@ def as_rst(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[s
         parts = CODE.split(line)
         parts[::2] = [re.sub(r"(?<!^)[|*]", r"\\\g<0>", part) for part in parts[::2]]
         lines[i] = "".join(parts)
+    if what in ("attribute", "data", "property"):
+        lines[:0] = ["..", ""]  # an empty comment: napoleon takes a first line's words before a colon for a type
     if what == "module":
         starts = [i for i in range(2, len(lines)) if lines[i].startswith("    ") and lines[i - 2][:1].strip()]
         for i in reversed(starts):

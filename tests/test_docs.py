@@ -278,6 +278,12 @@ def test_commands_stand_where_they_are_checked() -> None:
             assert language == "bash" or not told, (page, block)
 
 
+def test_links_between_files_lead_somewhere() -> None:
+    for page in PAGES:
+        for link in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
+            assert "://" in link or (page.parent / link).exists(), (page, link)
+
+
 def test_commands_of_readme_are_those_of_ci() -> None:
     readme = (ROOT / "README.md").read_text()
     demo, everything = re.findall(r"```bash\n(.*?)\n```", readme, re.DOTALL)
