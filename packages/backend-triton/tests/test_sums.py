@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import pairwise
 
@@ -25,6 +26,19 @@ def test_fp16_gradients_neither_vanish_nor_overflow(size: float) -> None:
     buffer = torch.zeros_like(example.head.weight, dtype=torch.float32)
     example.with_head(grad_buffer=buffer).run(backend="triton", frozen=("hidden",))
     check_gradients({"hidden": None, "weight": buffer}, example, dtypes={"weight": torch.float32})
+
+
+def test_nan_does_not_take_small_fp16_gradients_with_it() -> None:
+    """The scale that keeps them in fp16's range is made of what is finite."""
+    example = random_example(50, dtype=torch.float16, device=DEVICE, ignored=False, lora=(3,))
+    exact = random_example(50, dtype=torch.float32, device=DEVICE, ignored=False, lora=(3,))
+    small = example.with_head(lora=exact.head.lora).scale_upstream(1e-7)
+    broken = replace(small, grad_log_probs=small.grad_log_probs.index_fill(0, torch.tensor(0, device=DEVICE), math.nan))
+    want, got = (each.run(backend="triton").gradients["lora_u0"] for each in (small, broken))
+    assert want is not None
+    assert got is not None
+    assert bool(got[0].isnan().all())
+    torch.testing.assert_close(got[1:], want[1:], rtol=1e-2, atol=1e-3 * float(want.abs().max()))
 
 
 def test_narrow_hidden_beside_an_fp32_head_is_computed_in_fp32() -> None:
