@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import nox
@@ -146,8 +147,7 @@ def types(session: nox.Session) -> None:
     session.run("mypy", *(f"{folder}/src" for folder in FOLDERS.values()))
 
 
-@nox.session
-def build(session: nox.Session) -> None:
+def built(session: nox.Session) -> list[str]:
     """Each package's sdist and the wheel built from it, both checked."""
     session.install("build", "hatchling>=1.27", "twine", "check-wheel-contents")
     dist = Path(session.create_tmp()) / "dist"
@@ -155,9 +155,50 @@ def build(session: nox.Session) -> None:
     for folder in FOLDERS.values():
         # An isolated build is what pip does in the isolation session; here it would cost a venv for each artefact.
         session.run("python", "-m", "build", "--no-isolation", "--outdir", str(dist), folder, silent=True)
-    built = sorted(map(str, dist.iterdir()))
-    session.run("twine", "check", "--strict", *built)
-    session.run("check-wheel-contents", *(path for path in built if path.endswith(".whl")))
+    files = sorted(map(str, dist.iterdir()))
+    session.run("twine", "check", "--strict", *files)
+    session.run("check-wheel-contents", *(path for path in files if path.endswith(".whl")))
+    return files
+
+
+@nox.session
+def build(session: nox.Session) -> None:
+    """Each package's sdist and the wheel built from it, both checked."""
+    built(session)
+
+
+@nox.session(venv_backend="none")
+def changes(session: nox.Session) -> None:
+    """A package that has changed since its last release has a new version and a CHANGELOG entry."""
+    session.run(sys.executable, "tests/release/changes.py", *session.posargs)
+
+
+@nox.session(default=False)
+def release(session: nox.Session) -> None:
+    """All wheels, and then all sdists, installed in a new venv and tried; docs/releasing.md says what comes after."""
+    session.run(sys.executable, "tests/release/changes.py", external=True)
+    files = built(session)
+    versions = Path(session.create_tmp()).resolve() / "versions.json"
+    projects = [nox.project.load_toml(f"{folder}/pyproject.toml")["project"] for folder in FOLDERS.values()]
+    versions.write_text(json.dumps({project["name"]: project["version"] for project in projects}))
+    venv = Path(session.create_tmp()) / "venv"
+    session.run("python", "-m", "venv", "--clear", str(venv), silent=True)
+    python = str(venv / ("Scripts" if os.name == "nt" else "bin") / "python")
+    # The wheels bring all that they need; the sdists then take their place.
+    for kind, options in ((".whl", [TORCH]), (".tar.gz", ["--force-reinstall", "--no-deps"])):
+        chosen = [path for path in files if path.endswith(kind)]
+        session.run(python, "-m", "pip", "install", "-qq", NO_COMPILE, *options, *chosen, external=True)
+        session.run(python, "-m", "pip", "check", external=True)
+        with session.chdir(venv):
+            session.run(python, "-I", str(ROOT / "tests/release/smoke.py"), str(versions), external=True)
+    shutil.rmtree(venv)
+
+
+@nox.session(default=False)
+def fuzz(session: nox.Session) -> None:
+    """Malformed records, files, settings and options, and runs killed at random; writes docs/fuzz.md."""
+    install(session, ["core", "torch", "triton", "hf"], tests_of="hf")
+    session.run("python", "tests/fuzz/run.py", *session.posargs, env=ENV)
 
 
 @nox.session
