@@ -84,8 +84,8 @@ def _told(group: Any) -> Iterator[None]:
     except RuntimeError as error:
         raise CollectiveError(
             f"a collective failed on rank {dist.get_rank(group)} of {dist.get_world_size(group)} ({error}): another "
-            "rank died, raised an error, or did not make this call within the group's timeout; look for the "
-            f"first error in the other ranks' logs, or set {DEBUG}=1, which compares the calls of all ranks first"
+            "rank died, raised an error, or did not make this call within the group's timeout; look for the first "
+            f"error in the other ranks' logs; for calls on a GPU with validate=False, {DEBUG}=1 compares the ranks"
         ) from error
 
 
@@ -164,10 +164,7 @@ class Agreement:
 
     def gather(self, values: Tensor) -> Tensor:
         """[size, k + 3] of [k] int64 values, of the same k on every rank, the facts as one number, and the span."""
-        own = torch.tensor(
-            [_number(self.facts), *self.span], pin_memory=values.is_cuda
-        )  # pinned: else the host waits for the copy
-        own = torch.cat((values, own.to(values.device, non_blocking=True)))
+        own = torch.cat((values, values.new_tensor([_number(self.facts), *self.span])))
         return gather_stacked(own.unsqueeze(0), self.group).squeeze(1)
 
     def checked(self, everyone: list[list[int]], names: tuple[str, ...], device: torch.device) -> list[int]:
