@@ -63,6 +63,12 @@ def test_refuses_with_a_reason(request_: Request, said: str, monkeypatch: pytest
     assert said in reason
 
 
+@pytest.mark.parametrize("asked", [{"kept_set": True}, {"several_labels": True}, {}], ids=str)
+def test_nothing_is_kept_of_kept_sets_and_several_labels(asked: dict[str, bool]) -> None:
+    shape = TritonBackend().kept_shape(request_on("cpu", hidden_dtype=torch.float32, **asked), 1 << 20)
+    assert (shape == (0,)) == bool(asked)
+
+
 def test_a_cpu_is_served_in_the_interpreter_only(monkeypatch: pytest.MonkeyPatch) -> None:
     request_ = request_on("cpu", hidden_dtype=torch.bfloat16, weight_dtype=torch.float32)
     monkeypatch.setenv("TRITON_INTERPRET", "1")

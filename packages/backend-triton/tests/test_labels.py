@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from full_logits import DEVICE, FULL, check, example_of, several
+from full_logits import DEVICE, FULL, check, example_of, several, truth
 
 import logitless
 
@@ -24,6 +24,18 @@ def test_equals_the_logits_in_full(kept: dict[str, Any], option: dict[str, Any])
 @pytest.mark.parametrize("kept", [{}, {"top_k": 9}], ids=str)
 def test_float16_and_chunks(kept: dict[str, Any]) -> None:
     check(several(dtype=torch.float16), workspace_bytes=8000, **kept)
+
+
+def test_float16_gradients_neither_vanish_nor_overflow() -> None:
+    example = several(dtype=torch.float16)
+    small = replace(
+        example, grad_log_probs=example.grad_log_probs * 1e-6, grad_entropy=torch.zeros_like(example.grad_entropy)
+    )
+    buffer = torch.zeros_like(example.head.weight, dtype=torch.float32)
+    small.with_head(grad_buffer=buffer).run(backend="triton", frozen=("hidden",))
+    right = truth(small).gradients["weight"]
+    assert right is not None
+    assert float((buffer.double() - right).norm() / right.norm()) < 2.0**-10
 
 
 def test_one_of_one_equals_one() -> None:

@@ -18,7 +18,7 @@ N, D, K, V, VALID = 9, 8, 3, 300, 291
 CUTS = {"even": (0, 150, 300), "uneven": (0, 7, 300), "padding": (0, 293, 300)}  # the last: one rank's rows are padding
 SETS: dict[str, tuple[dict[str, Any], ...]] = {
     "even": ({}, {"top_k": 30}),
-    "uneven": ({"top_k": 9, "top_p": 0.7},),
+    "uneven": ({"top_k": 9, "top_p": 0.7}, {"top_p": 0.9}),
     "padding": ({"top_p": 0.8},),
 }
 BEST = {"even": 3, "uneven": 290, "padding": 8}
