@@ -71,6 +71,8 @@ def test_blocks_cover_all_and_fit(n: int, workspace_bytes: int, scaled: bool) ->
         assert spans[0][0] == 0
         assert spans[-1][1] == end
         assert all(a[1] == b[0] for a, b in pairwise(spans))
+    if workspace_bytes == 1 << 40:
+        assert blocks.columns >= columns
     tile = 4 * hidden_size * blocks.columns if scaled or blocks.tokens < n else 0
     smallest = 16 * 256 * item + 4 * hidden_size * 256
     assert blocks.tokens * blocks.columns * item + tile <= max(workspace_bytes, smallest)
