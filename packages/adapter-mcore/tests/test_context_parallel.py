@@ -15,7 +15,7 @@ from megatron_cpu import build_gpt, hf_config, parallel
 from torch import Tensor, nn
 
 from logitless import PackedBatch
-from logitless.errors import UnsupportedError
+from logitless.errors import InvalidInputError, UnsupportedError
 from logitless.testing.distributed import run_ranks
 from logitless_mcore import (
     fused_forward_model_gen,
@@ -108,6 +108,23 @@ def of_shards(gpt: Any, ids: Tensor, mask: Tensor) -> dict[str, Tensor]:
     return {name: batch.unpack(x) for name, x in parts.items()}
 
 
+def of_contiguous(gpt: Any, ids: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """Of a contiguous shard, with a temperature and two labels for each token."""
+    batch = PackedBatch.from_padded(ids, mask, align=4)
+    group, place = gpt.pg_collection.cp, torch.arange(len(batch.labels))
+    labels = torch.stack([batch.labels, (5 * batch.input_ids + place) % 128], -1)
+    labels[batch.labels == -100] = -100
+    temperature, shard = 0.5 + 0.05 * place, batch
+    if group.size() > 1:
+        shard = batch.shard(group.rank(), group.size(), "contiguous")
+        own = torch.tensor_split(place, group.size())[group.rank()]
+        labels, temperature = labels[own], temperature[own]
+    out = make_forward(gpt)(shard, temperature=temperature, labels=labels, stats=("is_argmax", "mean_logit"))
+    both = out.log_probs @ torch.tensor([1.0, -0.3]) + out.stats["is_argmax"].sum(-1)
+    parts = {"log_probs": both, "entropy": out.entropy, "mean_logit": out.stats["mean_logit"]}
+    return {name: batch.unpack(shard.gather(x, group)) for name, x in parts.items()}
+
+
 def of_nested(gpt: Any, ids: Tensor, mask: Tensor) -> dict[str, Tensor]:
     rows = [row[own.bool()] for row, own in zip(ids, mask, strict=True)]
     out = fused_gptmodel_forward_no_padding(gpt, torch.nested.nested_tensor(rows, layout=torch.jagged), temperature=0.8)
@@ -137,7 +154,7 @@ def scores(rank: int, size: int, batches: list[tuple[Tensor, Tensor]], way: Way)
     return found
 
 
-@pytest.mark.parametrize("way", [of_rows, of_shards, of_nested])
+@pytest.mark.parametrize("way", [of_rows, of_shards, of_contiguous, of_nested])
 def test_scores_and_gradients_of_any_batch_equal_those_of_one_rank(way: Way) -> None:
     batches = drawn(12)
     (alone,) = run_ranks(1, scores, batches, way)
@@ -165,6 +182,11 @@ def refused(rank: int, size: int) -> None:
         shard = PackedBatch.from_padded(ids, ones, align=4).shard(rank, size)
         with pytest.raises(UnsupportedError, match="'bshd' with context parallelism"):
             make_forward(gpt, "bshd")(shard)
+        contiguous = PackedBatch.from_padded(ids, ones, align=4).shard(rank, size, "contiguous")
+        with pytest.raises(UnsupportedError, match="loss_fn: got one for a contiguous shard"):
+            make_forward(gpt)(contiguous, loss_fn=lambda scores, index: scores.log_probs)
+        with pytest.raises(InvalidInputError, match=r"got shard\(., 2, 'zigzag'\), expected shard\(., 2, 'zigzag'\)"):
+            make_forward(gpt)(PackedBatch.from_padded(ids, ones, align=4).shard(1 - rank, size))
 
 
 def test_rows_are_refused_by_name() -> None:

@@ -196,13 +196,13 @@ def in_context(rank: int, size: int, hf: Any, expected: Any, cp: int) -> list[An
 
         group, cp_rank = parallel_state.get_context_parallel_group(), parallel_state.get_context_parallel_rank()
         model = build(hf, sequence_parallel=size > cp)
-        for positions in (False, True):
+        for positions, scheme in ((False, "zigzag"), (True, "zigzag"), (True, "contiguous")):
             batch = batch_of("thd", align=2 * size)
             if positions:  # as a caller may have counted them
                 counted = [own_positions(hf, sample) for sample in samples()]
                 ids = [sample.ids for sample in samples()]
                 batch = PackedBatch.from_sequences(ids, position_ids=counted, align=2 * size)
-            shard = batch.shard(cp_rank, cp)
+            shard = batch.shard(cp_rank, cp, scheme)  # type: ignore[arg-type]
             model.zero_grad()
             out = make_forward(model, "thd")(shard, temperature=0.8, multi_modal_inputs=joined(samples()))
             parts = [list(batch.unpack(shard.gather(x, group))) for x in (out.log_probs, out.entropy)]

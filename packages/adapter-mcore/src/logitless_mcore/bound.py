@@ -17,6 +17,7 @@ from logitless.errors import InvalidInputError, UnsupportedError
 from logitless_mcore.arrangement import IGNORE_INDEX, Arrangement, Ranks, arrange, ramp
 from logitless_mcore.balance import balance_of
 from logitless_mcore.capture import is_last_stage, language_model, run_scored, unwrapped
+from logitless_mcore.contiguous import Exchange
 from logitless_mcore.examine import examined
 from logitless_mcore.head import Asked, Scored, score, vocab_size_of
 from logitless_mcore.outputs import CausalLMOutputForPPO
@@ -30,9 +31,9 @@ __all__ = ["McoreForward", "make_forward"]
 def _check_batch(batch: Any, layout: str, ranks: Ranks) -> None:
     if not isinstance(batch, PackedBatch):
         raise InvalidInputError(f"batch: got {type(batch).__qualname__}, expected a logitless.PackedBatch")
-    wanted = (ranks.cp_rank, ranks.cp, "zigzag") if ranks.cp > 1 else None
-    if batch.shard_of != wanted:
-        what = f"shard{wanted}" if wanted else "a whole batch"
+    wanted = (ranks.cp_rank, ranks.cp) if ranks.cp > 1 else None
+    if (batch.shard_of and batch.shard_of[:2]) != wanted:
+        what = f"shard{(*wanted, 'zigzag')}" if wanted else "a whole batch"
         raise InvalidInputError(
             f"batch: got {f'shard{batch.shard_of}' if batch.shard_of else 'a whole batch'}, expected {what} for this "
             f"model's context parallelism of {ranks.cp}"
@@ -111,6 +112,17 @@ class McoreForward:
         inner = language_model(self.model)
         ranks = Ranks.of(inner)
         _check_batch(batch, self.layout, ranks)
+        plain: dict[str, Any] = {"entropy": entropy, "entropy_grad": entropy_grad, "keep_bytes": keep_bytes}
+        plain |= {"top_k": top_k, "top_p": top_p, "stats": stats}
+        if batch.shard_of is not None and batch.shard_of[2] == "contiguous":
+            if loss_fn is not None:
+                raise UnsupportedError(
+                    "loss_fn: got one for a contiguous shard, whose tokens other ranks score too; shard it zigzag"
+                )
+            swap = Exchange.of(batch, ranks.cp_group)
+            of_tokens = {"temperature": swap.inward(temperature), "labels": swap.inward(labels)}
+            out = self(swap.run, **of_tokens, multi_modal_inputs=multi_modal_inputs, mtp=mtp, **plain)
+            return swap.outward(out) if is_last_stage(self.model) else out
         _check_positions(self.model, batch)
         run = _arranged(batch, self.layout, ranks, bool(inner.config.sequence_parallel), inner.config.fp8)
         inputs = _inputs(self.model, run, batch, multi_modal_inputs)
@@ -126,14 +138,9 @@ class McoreForward:
         asked = Asked(
             _grid(run, run.batch.labels).t() if labels is None else _grid_of_labels(run, batch, places, labels),
             _grid_of_temperature(run, batch, places, temperature),
-            entropy,
-            entropy_grad,
-            None if loss_fn is None else _by_batch_index(loss_fn, places, run),
-            keep_bytes,
-            self.backend,
-            top_k,
-            top_p,
-            stats,
+            loss_fn=None if loss_fn is None else _by_batch_index(loss_fn, places, run),
+            backend=self.backend,
+            **plain,
         )
         return self._scored(inputs, run, places, asked, mtp)
 
