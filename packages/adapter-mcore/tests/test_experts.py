@@ -282,14 +282,16 @@ def test_auxiliary_losses_reach_the_gradients() -> None:
     assert run_ranks(1, run)[0] > 1e-6
 
 
-def replayed(rank: int, size: int) -> None:
+def replayed(rank: int, size: int, cp: int) -> None:
     """Routes taken by logits, then given to the fused forward of a model whose routers have changed."""
     from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
-    with parallel(tp=size), torch.no_grad():
-        gpt = build(moe_enable_routing_replay=True, sequence_parallel=size > 1).eval()
+    with parallel(tp=size // cp, cp=cp), torch.no_grad():
+        gpt = build(moe_enable_routing_replay=True, sequence_parallel=size > cp).eval()
         forward = make_forward(gpt)
-        batch = PackedBatch.from_padded(IDS, MASK)
+        batch = PackedBatch.from_padded(IDS, MASK, align=2 * cp if cp > 1 else 1)
+        if cp > 1:
+            batch = batch.shard(rank, cp)
         act = RouterReplay.set_global_router_replay_action
         act(RouterReplayAction.RECORD)
         before = by_logits(gpt, "thd")[0]
@@ -314,6 +316,6 @@ def replayed(rank: int, size: int) -> None:
         assert float(((before - fused) * MASK).abs().max()) > 1e-3
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_router_replay_sees_the_packing_of_the_forward(tp: int) -> None:
-    run_ranks(tp, replayed)
+@pytest.mark.parametrize(("size", "cp"), [(1, 1), (2, 1), (2, 2)], ids=["one", "tp2-sp", "cp2"])
+def test_router_replay_sees_the_packing_of_the_forward(size: int, cp: int) -> None:
+    run_ranks(size, replayed, cp)
