@@ -57,7 +57,7 @@ class ScoreChecks(AdapterChecks, kit=True):
 
         vocab_size = self.vocab_size(own)
         batches = packed_batches(vocab_size, first_id=FIRST_ID, min_sequences=1, device=self.device)
-        forall(right, batches, examples=10)
+        forall(right, batches, examples=6)
 
     def test_each_sequence_alone(self, layout: str) -> None:
         """What a sequence scores does not depend on what it is packed with."""
