@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import logitless
+from logitless.testing import MemoryTracker
 from logitless.testing.example import random_example
 from logitless.types import Request
 from logitless_triton import backward, policy
@@ -105,3 +106,16 @@ def test_can_be_read() -> None:
     assert "made again in" in text
     assert "single pass: chunks of" in text
     assert "keeps nothing" in str(plan(request_of(1, 1, 1)))
+
+
+@pytest.mark.skipif(HAS_GPU, reason="on the CPU a product is made apart and then put in place")
+def test_the_single_pass_makes_no_tile_of_a_gradient_that_it_writes_once() -> None:
+    """d_weight, a product on its way there and the logits that were kept, all of one size; a tile would be a fourth."""
+    tokens, vocab, hidden_size = 64, 2048, 64
+    example = random_example(tokens, vocab=vocab, hidden_size=hidden_size, dtype=torch.float32, ignored=False).fresh()
+    with MemoryTracker() as tracker:
+        loss, _ = logitless.linear_policy_loss(
+            example.hidden, example.head, example.labels, lambda scores, _: scores.log_probs, backend="triton"
+        )
+    assert loss.requires_grad
+    assert tracker.peak_bytes < 3.5 * 4 * vocab * hidden_size
