@@ -27,18 +27,21 @@ ENDINGS = {
 }
 
 
-def score(mutants: list[Mutant], results: dict[str, Any], explained: dict[str, str]) -> tuple[float, int]:
-    """The share of mutants that were killed, and how many survivors nothing is said of."""
-    alive = _alive(mutants, results)
-    return 1 - len(alive) / max(len(results), 1), sum(mutant.key not in explained for mutant in alive)
+def score(mutants: list[Mutant], results: dict[str, Any], explained: dict[str, Any]) -> tuple[float, int]:
+    """The share killed of mutants that change what the code does, and how many survivors nothing is said of."""
+    alive, alike = _alive(mutants, results), _alike(mutants, results, explained)
+    killed, unexplained = len(results) - len(alive), sum(mutant.key not in explained for mutant in alive)
+    return killed / max(len(results) - len(alike), 1), unexplained
 
 
-def page(sample: dict[str, Any], mutants: list[Mutant], results: dict[str, Any], explained: dict[str, str]) -> str:
+def page(
+    sample: dict[str, Any], mutants: list[Mutant], results: dict[str, Any], explained: dict[str, Any], seconds: float
+) -> str:
     """The page as Markdown."""
-    killed, _ = score(mutants, results, explained)
-    alive = _alive(mutants, results)
+    share, _ = score(mutants, results, explained)
+    alive, alike = _alive(mutants, results), _alike(mutants, results, explained)
     endings = Counter(result["ending"] for result in results.values())
-    share = "reached" if killed >= TARGET else "not reached"
+    killed = len(results) - len(alive)
     lines = [
         "# Mutation score",
         "",
@@ -46,15 +49,18 @@ def page(sample: dict[str, Any], mutants: list[Mutant], results: dict[str, Any],
         f"packing by cosmic-ray {version('cosmic-ray')}, with torch {torch.__version__} on the CPU (Triton's kernels "
         f"in its interpreter), sources of commit {sample['commit'][:12]}.",
         "",
-        f"**{len(results) - len(alive)} of {len(results)} mutants killed, {killed:.1%}** (target {TARGET:.0%}: "
-        f"{share}); {len(alive)} survived.",
+        f"**{killed} of {len(results)} mutants killed, {killed / max(len(results), 1):.1%}.** {len(alive)} survived, "
+        f"of which {len(alike)} are equivalent: they change nothing that a test could see. Of the others "
+        f"{killed} of {len(results) - len(alike)}, {share:.1%}, were killed; the target, {TARGET:.0%}, is "
+        f"{'reached' if share >= TARGET else 'missed'}.",
         "",
         f"- Population: {sample['places']} places with {sample['choices']} possible changes, outside annotations. A "
         "place is a span of source that one of cosmic-ray's operators (those without arguments) can change.",
         f"- Sample: {len(results)} places, uniformly without replacement by seed {sample['seed']}; of each place one "
         f"change, at random among those that compile to something else ({sample['passed_over']} places had none).",
         "- A mutant meets the tests of the three packages that run its line, the fastest first, then those that start "
-        "processes; the adapters' tests and those in `tests/` are not used.",
+        f"processes; of each package at most {seconds:.0f} s by their usual time, and of one that is explained only "
+        "its own package's fastest. The adapters' tests and those in `tests/` are not used.",
     ]
     lines += [f"- {endings[ending]} killed because {words}." for ending, words in ENDINGS.items() if endings[ending]]
     lines += ["", "| part | mutants | killed |", "|---|---|---|"]
@@ -62,15 +68,26 @@ def page(sample: dict[str, Any], mutants: list[Mutant], results: dict[str, Any],
         inside = [at for at in map(int, results) if _part(mutants[at].path) == prefix]
         dead = sum(results[str(at)]["ending"] not in ("passed", "alive") for at in inside)
         lines.append(f"| {part} | {len(inside)} | {dead} |")
-    lines += ["", "## Survivors", "", "| place | change | why |", "|---|---|---|"]
-    for mutant in alive:
+    nothing = {"equivalent": False, "why": "**not explained**"}
+    lines += ["", "## Survivors", "", "| place | change | equivalent | why |", "|---|---|---|---|"]
+    for mutant in sorted(alive, key=lambda mutant: (mutant.path, mutant.line)):
+        said = explained.get(mutant.key, nothing)
         place = f"{mutant.path.removeprefix('packages/')}:{mutant.line}"
-        lines.append(f"| {place} | {_code(mutant.diff)} | {explained.get(mutant.key, '**not explained**')} |")
+        lines.append(f"| {place} | {_code(mutant.diff)} | {'yes' if said['equivalent'] else 'no'} | {said['why']} |")
+    for title, ending in (("Not in time", "late"), ("Not collected", "not loaded")):
+        found = [mutants[int(at)] for at, result in results.items() if result["ending"] == ending]
+        if found:
+            lines += ["", f"## {title}", "", "Counted as killed.", "", "| place | change |", "|---|---|"]
+            lines += [f"| {m.path.removeprefix('packages/')}:{m.line} | {_code(m.diff)} |" for m in found]
     return "\n".join(lines) + "\n"
 
 
 def _alive(mutants: list[Mutant], results: dict[str, Any]) -> list[Mutant]:
     return [mutants[int(at)] for at, result in results.items() if result["ending"] in ("passed", "alive")]
+
+
+def _alike(mutants: list[Mutant], results: dict[str, Any], explained: dict[str, Any]) -> list[Mutant]:
+    return [mutant for mutant in _alive(mutants, results) if explained.get(mutant.key, {}).get("equivalent")]
 
 
 def _part(path: str) -> str:
