@@ -33,6 +33,11 @@ def test_a_check_cannot_be_redefined() -> None:
         type("Sly", (BackendConformance,), {"backend": "x", "check": lambda self, *rest: None})
 
 
+def test_a_property_cannot_be_replaced() -> None:
+    with pytest.raises(TypeError, match="redefines plugin"):
+        type("TestSly", (AdapterConformance,), {**SETTINGS[AdapterConformance], "plugin": object()})
+
+
 def test_own_checks_can_be_added() -> None:
     type("Fine", (BackendConformance,), {"backend": "x", "test_mine": lambda self: None, "sizes": (3, 5, 2)})
 

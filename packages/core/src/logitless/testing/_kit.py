@@ -65,7 +65,12 @@ class Kit:
     def _guard(cls) -> None:
         kits = [base for base in cls.__mro__ if vars(base).get("_kit")]
         own = [base for base in cls.__mro__ if base not in kits and base is not object]
-        methods = {name: value for base in reversed(kits) for name, value in vars(base).items() if callable(value)}
+        methods = {
+            name: value
+            for base in reversed(kits)
+            for name, value in vars(base).items()
+            if callable(value) or isinstance(value, property)
+        }
         hooks = {name for name, value in methods.items() if getattr(value, "is_hook", False)}
         fixed = {name for name in methods.keys() - hooks if not name.startswith("__")}
         if issubclass(cls, unittest.TestCase) or {"__init__", "__new__"} & {

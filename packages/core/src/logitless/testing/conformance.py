@@ -1,4 +1,4 @@
-"""The contract of a backend as tests, for the backend's author to subclass.
+"""The contract of a backend as tests, for the backend's author to subclass. Needs pytest and hypothesis.
 
     import torch
     from logitless.testing.conformance import BackendConformance
@@ -9,9 +9,11 @@
         dtypes = (torch.float32, torch.bfloat16)
         refuses = {"lora", "grad_buffer"}
 
-Every check compares with `logitless.reference` in float64, within the tolerances of `logitless.testing.tolerance`.
-What a backend refuses is checked as well: such a call must raise UnsupportedError. A check that does not apply is
-named in `skips` with the reason; redefining one is an error, since a weaker check would look like a pass.
+Every check compares with `logitless.reference` in float64, within the tolerances of `logitless.testing.tolerance`, and
+some on inputs that hypothesis draws; memory that the backend does not write reads as NaN. What a backend refuses is
+checked as well: such a call must raise UnsupportedError. So must kept sets, several labels, statistics and
+`top_k_log_probs` where its `features` do not name them. A check that does not apply is named in `skips` with the
+reason; redefining one is an error, since a weaker check would look like a pass.
 """
 
 from __future__ import annotations
