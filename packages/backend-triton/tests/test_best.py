@@ -15,8 +15,7 @@ from logitless.testing import AllocationGuard
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
-@pytest.mark.parametrize("option", [{}, FULL], ids=["plain", "full"])
-@pytest.mark.parametrize("k", [1, 7, 290])
+@pytest.mark.parametrize(("k", "option"), [(1, {}), (7, FULL), (290, FULL)], ids=["1-plain", "7-full", "290-full"])
 def test_of_a_whole_head(k: int, option: dict[str, Any]) -> None:
     example = example_of(9, ignored=False, **option)
     exact = example.to(torch.float64)
