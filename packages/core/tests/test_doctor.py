@@ -85,6 +85,7 @@ def test_verdicts_of_adapters(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     adapters = {
         "one": SimpleNamespace(protocol=1, inspect=lambda path: {"architecture": "Llama", "path": path}),
         "two": SimpleNamespace(protocol=1, inspect=refuse),
+        "three": SimpleNamespace(protocol=1, inspect=lambda path: {}["model_type"]),
     }
     lines = [_registry.PluginStatus(name, "acme", "1", True) for name in adapters]
     monkeypatch.setattr("logitless.doctor.statuses", lambda group: lines if group == _registry.ADAPTERS else [])
@@ -92,6 +93,7 @@ def test_verdicts_of_adapters(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert report(model="here")["model"] == {
         "one": {"architecture": "Llama", "path": "here"},
         "two": {"ok": False, "reason": "here is no checkpoint"},
+        "three": {"ok": False, "reason": "its inspect() raised KeyError: 'model_type'"},
     }
     doctor(model="[here]")
     printed = [line.split() for line in capsys.readouterr().out.splitlines()]

@@ -317,6 +317,13 @@ def test_make_forward_tells_each_adapters_reason(install: Install) -> None:
         logitless.make_forward("model")
 
 
+def test_an_adapter_whose_supports_raises_hides_no_other(install: Install) -> None:
+    broken = SimpleNamespace(name="a", protocol=1, supports=lambda model: model.config)
+    install(Entry("a", lambda: broken), adapter("b", "it is no such model"), group=_registry.ADAPTERS)
+    with pytest.raises(UnsupportedError, match="a: its supports.. raised AttributeError: .*; b: it is no such model"):
+        logitless.make_forward("model")
+
+
 def test_make_forward_without_adapters(install: Install) -> None:
     install()
     with pytest.raises(NotFoundError, match="pip install logitless-hf or logitless-mcore"):

@@ -233,7 +233,10 @@ def make_forward(model: Any, layout: str = "thd", backend: str | None = None) ->
     reasons = []
     for status in adapters():
         adapter: Adapter | None = load(ADAPTERS, status.name) if status.ok else None
-        reason = status.reason if adapter is None else adapter.supports(model)
+        try:
+            reason = status.reason if adapter is None else adapter.supports(model)
+        except Exception as raised:  # a plugin's fault must not hide the others
+            reason = f"its supports() raised {type(raised).__name__}: {raised}"
         if adapter is not None and reason is None:
             return adapter.make_forward(model, layout, backend)
         reasons.append(f"{status.name}: {reason}")

@@ -61,6 +61,8 @@ def _verdicts(path: str) -> dict[str, Any]:
             verdicts[status.name] = dict(load(ADAPTERS, status.name).inspect(path))
         except LogitlessError as error:
             verdicts[status.name] = {"ok": False, "reason": str(error)}
+        except Exception as error:  # a plugin's fault must not hide the others
+            verdicts[status.name] = {"ok": False, "reason": f"its inspect() raised {type(error).__name__}: {error}"}
     return verdicts
 
 
