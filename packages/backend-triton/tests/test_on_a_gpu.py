@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from logitless import TokenLogProbs, linear_log_probs, reference
 from logitless.testing.divergence import check_divergence, random_divergence
 from logitless.testing.example import Example, random_example
 from logitless.testing.tolerance import check_results
@@ -74,6 +75,27 @@ def test_descriptors_give_the_same_bits_as_pointers(way: str, head: str, describ
     assert torch.equal(got.scores.log_probs, plain.scores.log_probs)
     for name, gradient in got.gradients.items():
         assert torch.equal(gradient, plain.gradients[name]), name  # type: ignore[arg-type]
+
+
+def test_logits_that_are_held_too(described: list[bool]) -> None:
+    """Several labels of a token are looked up in float32 logits: twice as wide as what is kept in half precision."""
+    example = random_example(17, vocab=100, hidden_size=16, dtype=torch.float16, bias=True)
+    labels = torch.stack((example.labels, example.labels.flip(0)), dim=-1)
+
+    def score() -> TokenLogProbs:
+        return linear_log_probs(example.hidden, example.head, labels, backend="triton")
+
+    with trying(Config(SMALL, SMALL)):
+        got = score()
+        assert described
+        assert all(described)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(rows, "device_facts", lambda device: AMPERE)
+            plain = score()
+    expected = reference.linear_log_probs(example.hidden.double(), example.to(torch.float64).head, labels)
+    torch.testing.assert_close(got.log_probs.double(), expected.log_probs, rtol=0.0, atol=1e-4)
+    assert torch.equal(got.log_probs, plain.log_probs)
+    assert torch.equal(got.entropy, plain.entropy)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["fp16", "fp32"])
