@@ -14,6 +14,6 @@ HAS_GPU = torch.cuda.is_available()
 class TestTriton(BackendConformance):
     backend = "triton"
     device = "cuda" if HAS_GPU else "cpu"
-    drawn = 20 if HAS_GPU else 4
+    drawn = 20 if HAS_GPU else 3
     # Triton's interpreter computes bfloat16 products wrongly; the backend refuses them there.
     dtypes = (torch.float32, torch.bfloat16, torch.float16) if HAS_GPU else (torch.float32, torch.float16)

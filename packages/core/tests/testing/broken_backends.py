@@ -380,7 +380,7 @@ DEFECTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "test_ties_are_kept_together": (reading(breaks_ties), {"kept": {"top_k": 2}}),
     "test_kept_set_in_a_single_pass": (ForgetsTheSetInASinglePass, {}),
     "test_several_labels": (forward(first_label_of_all), {"head": "plain", "kept": {}}),
-    "test_stats": (forward(stats_in_another_order), {"names": ("is_argmax", "mean_logit")}),
+    "test_stats": (forward(stats_in_another_order), {}),
     "test_top_k_log_probs": (HighestIdFirst, {}),
     "test_scores_of_nothing": (backward(nan_for_nothing), {}),
     "test_any_call": (forward(below_zero), {}),

@@ -57,7 +57,7 @@ class FeatureChecks(ConformanceChecks, kit=True):
         bare = self.run(example, entropy=False, **kept)
         expect(same(bare.scores.log_probs, got.scores.log_probs), "entropy=False changed log_prob's bits")
 
-    @pytest.mark.parametrize("kept", [{"top_k": 1}, {"top_k": 2}, {"top_p": 0.3}, {"top_p": 0.5}], ids=str)
+    @pytest.mark.parametrize("kept", [{"top_k": 2}, {"top_p": 0.6}], ids=str)
     def test_ties_are_kept_together(self, dtype: torch.dtype, kept: dict[str, Any]) -> None:
         """Tokens of equal logit at the border are all kept, or none."""
         example = self.example(dtype, 5, vocab=5, hidden_size=1, ignored=False)
@@ -106,10 +106,9 @@ class FeatureChecks(ConformanceChecks, kit=True):
                 check_scores(TokenLogProbs(found, None), bare, TokenLogProbs(value, None))
             expect(not found.requires_grad, f"{name} requires grad")
 
-    @pytest.mark.parametrize("names", [tuple(STATS), ("is_argmax", "mean_logit")], ids=["all", "two"])
-    def test_stats(self, dtype: torch.dtype, names: tuple[str, ...]) -> None:
-        """Σp², the mean logit, whether the label is the argmax and is kept, whatever their order; no score changes."""
-        example = self._likely(self.example(dtype, 21))
+    def test_stats(self, dtype: torch.dtype) -> None:
+        """Σp², the mean logit, whether the label is the argmax and is kept, in any order; no score changes."""
+        example, names = self._likely(self.example(dtype, 21)), tuple(reversed(STATS))
         got, plain = self.run(example, stats=names), self.run(example)
         self._check_stats(got.scores, example.truth(stats=names).scores, example)
         expect(same(got.scores.log_probs, plain.scores.log_probs), "stats change log_prob's bits")
