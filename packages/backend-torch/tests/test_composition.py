@@ -361,6 +361,7 @@ def test_inputs_are_not_written(op: str) -> None:
 def test_outputs_may_be_written_between_forward_and_backward(op: str) -> None:
     """Behind autograd's back and before its eyes: gradients are those of what was computed."""
     x = Inputs()
+    x.labels.clamp_(min=0)  # with ignored tokens, core copies the outputs
     want = pulled(OPS[op], x)
 
     def behind(x: Inputs, *leaves: Tensor) -> tuple[Tensor, ...]:

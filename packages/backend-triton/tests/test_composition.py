@@ -176,6 +176,7 @@ def test_inference_mode(op: str) -> None:
 @each_op
 def test_inputs_are_not_written_and_outputs_may_be(op: str) -> None:
     x = Inputs()
+    x.labels.clamp_(min=0)  # with ignored tokens, core copies the outputs
     want = pulled(OPS[op], x)
     leaves = x.trained()
     held = {**x.held, **dict(zip(x.leaves, leaves, strict=True))}
