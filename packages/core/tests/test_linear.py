@@ -496,6 +496,18 @@ def test_speculation_is_done_again_where_tokens_are_ignored(ignored: bool, monke
     )
 
 
+@pytest.mark.parametrize("asked", [{"stats": ("mean_logit",)}, {"top_k": 3}, {}], ids=["stats", "kept-set", "labels"])
+def test_only_a_plain_call_is_speculated(asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden = property(lambda self: self._facts[0] if self._known is None else None)
+    monkeypatch.setattr(Live, "on_device", hidden)
+    example, backend = small(), Speculates()
+    labels = example.labels if asked else example.labels.unsqueeze(1).expand(-1, 2)
+    with installed(backend, alone=True):
+        out = replace(example, labels=labels).score(**asked)
+    assert backend.counts == [None]
+    assert (out.stats is not None) == ("stats" in asked)
+
+
 def test_on_a_cpu_nothing_is_speculated() -> None:
     backend = Speculates()
     with installed(backend, alone=True):

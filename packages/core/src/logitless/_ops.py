@@ -49,8 +49,10 @@ def _forward(
     backend, out = call.plugin, None
     with plain_arithmetic(call.hidden.device):
         options: dict[str, Any] = {"entropy": entropy, "entropy_grad": entropy_grad, "kept_shape": kept_shape}
-        if live.on_device is not None and getattr(backend, "speculates", False):
-            out = backend.forward(call.problem(None, live.on_device, stats=tuple(wanted)), **options)
+        # Of a plain call only: what else looks at logits again would not leave at once, and gains little.
+        plain = not (wanted or call.truncated or call.labels.ndim == 2)
+        if plain and live.on_device is not None and getattr(backend, "speculates", False):
+            out = backend.forward(call.problem(None, live.on_device), **options)
         if out is None or live.indices is not None:
             out = None  # its memory first
             out = backend.forward(call.problem(live.indices, stats=tuple(wanted)), **options)

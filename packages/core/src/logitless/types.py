@@ -131,9 +131,9 @@ class Problem:
     nothing may be compacted (`validate=False`): a mask of the tokens whose hidden state must be read as zero, so
     that garbage in it reaches neither an output nor a gradient.
 
-    `live_count` comes only to a backend whose `speculates` is True: the problem is stated as if all N tokens were live,
-    before the host knows; labels may then hold anything. Where it holds less than N, the result is thrown away, so a
-    kernel may leave at once.
+    `live_count` comes only to a backend whose `speculates` is True, and without a kept set, several labels and stats:
+    the problem is stated as if all N tokens were live, before the host knows; labels may then hold anything. Where it
+    holds less than N, the result is thrown away, so a kernel may leave at once.
 
     With `top_k` or `top_p`, what is scored is the distribution over the tokens that `logitless.reference.keep` keeps;
     a label that is not among them is scored as if it alone were added. Labels [N, K] are K tokens to score for each
