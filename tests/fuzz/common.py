@@ -19,7 +19,7 @@ import hypothesis
 __all__ = ["KILLS", "SEED", "TALLY", "Tally", "fuzzed", "tiny"]
 
 ROOT = Path(__file__).parents[2]
-EXAMPLES = int(os.environ.get("LOGITLESS_FUZZ_EXAMPLES", "20"))
+EXAMPLES = int(os.environ.get("LOGITLESS_FUZZ_EXAMPLES", "10"))
 KILLS = int(os.environ.get("LOGITLESS_FUZZ_KILLS", "3"))
 SEED = int(os.environ.get("LOGITLESS_FUZZ_SEED", "20261130"))
 

@@ -1,6 +1,6 @@
 """Runs the fuzz tests at length and writes docs/fuzz.md.
 
-    python tests/fuzz/run.py [--examples 1000] [--kills 50] [--seed N] [kill records resume options settings]
+    python tests/fuzz/run.py [--examples 1000] [--kills 50] [--seed N] [MODULE ...]
 
 Each module's figures are kept in tests/fuzz/ran.json until it runs again. The exit code is 1 if a test failed.
 """
@@ -24,7 +24,7 @@ from common import SEED
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 RECORD = HERE / "ran.json"
-MODULES = ("records", "resume", "kill", "settings", "options")
+MODULES = ("records", "resume", "kill", "processes", "settings", "options")
 PACKAGES = ("torch", "transformers", "tokenizers", "pyarrow", "hypothesis")
 TITLE = """# Fuzzing
 
@@ -86,7 +86,7 @@ def page(record: dict[str, Any]) -> str:
         where = ", ".join(f"{name} {number}" for name, number in ran["versions"].items())
         verdict = "All passed" if ran["passed"] else "**Failed**"
         about = f"{ran['date']}, commit {ran['commit']}, seed {ran['seed']}, {ran['seconds']} s; {where}."
-        lines += [f"{verdict}. {about}", "", *(kills if module == "kill" else table)(ran), ""]
+        lines += [f"{verdict}. {about}", "", *(kills if module in ("kill", "processes") else table)(ran), ""]
     return "\n".join([*lines, (HERE / "found.md").read_text()])
 
 

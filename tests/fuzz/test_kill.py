@@ -8,24 +8,20 @@ from __future__ import annotations
 import json
 import os
 import random
-import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
-import pyarrow.parquet as pq
 import pytest
 from common import KILLS, SEED, TALLY
+from killing import PATIENCE, check, kill, rows
 
 FEW = KILLS < 50
 minutes = pytest.mark.skipif(FEW, reason="takes minutes: nox -s fuzz")
-SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
-PATIENCE = 600  # seconds; a run that takes longer hangs
 
 
 class ForkServer:
@@ -78,55 +74,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
     yield server
     server.process.kill()
     server.process.wait()
-
-
-@pytest.fixture
-def options(checkpoint: Path, write: Callable[..., Path], varied: Callable[[int], list[dict[str, Any]]]) -> list[Any]:
-    """Of a run of 48 records in 24 parts, some with a rollout's log-probs."""
-    records = varied(48)
-    for i in range(2, 48, 3):
-        scored = len(records[i]["input_ids"]) - records[i]["prompt_length"]
-        records[i]["logprobs"] = [-0.25 * (1 + n % 5) for n in range(scored)]
-    given: dict[str, Any] = {"model": checkpoint, "input": write(*records), "records-per-part": 2, "device": "cpu"}
-    return ["score", *(word for name, value in given.items() for word in (f"--{name}", value))]
-
-
-def rows(path: Path) -> list[dict[str, Any]]:
-    if path.suffix == ".parquet":
-        return list(pq.read_table(path).to_pylist())
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def made(path: Path) -> set[str]:
-    """What a run has left beside its output, by the ends of the names."""
-    return {file.name.removeprefix(path.name) for file in path.parent.iterdir() if file.name.startswith(path.name)}
-
-
-def check(path: Path, whole: Path) -> None:
-    """The output of a run that was killed is the one of a run that was not."""
-    got, expected = rows(path), rows(whole)
-    assert [row["record"] for row in got] == list(range(len(expected)))
-    assert got == expected
-    assert made(path) == made(whole)
-    if path.suffix == ".jsonl":
-        metas = [json.loads(Path(f"{one}.meta.json").read_text()) for one in (path, whole)]
-        assert metas[0]["run"] == metas[1]["run"]
-    reports = [json.loads(Path(f"{one}.mismatch.json").read_text()) for one in (path, whole)]
-    assert reports[0] == reports[1]
-
-
-def kill(pids: list[int], rng: random.Random, began: float, delay: float) -> str | None:
-    """Send a signal to one of the processes after a delay; None if they ended before."""
-    while time.monotonic() - began < delay:
-        if all(not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE for pid in pids):
-            return None
-        time.sleep(0.002)
-    chosen = rng.choice(SIGNALS)
-    try:
-        os.kill(rng.choice(pids), chosen)
-    except ProcessLookupError:
-        return None
-    return chosen.name
 
 
 @pytest.mark.parametrize(
@@ -222,43 +169,3 @@ def test_killed_before_each_change_of_a_file(
         TALLY.right(area)
     else:
         pytest.fail("the run never ended")
-
-
-@minutes
-@pytest.mark.parametrize(("suffix", "ranks", "wanted"), [(".jsonl", 0, 4), (".parquet", 0, 4), (".parquet", 2, 4)])
-def test_real_processes_killed_at_random_moments(
-    commands: Any, options: list[Any], tmp_path: Path, suffix: str, ranks: int, wanted: int
-) -> None:
-    """`logitless` itself, and under torchrun; the clock runs from when the folder of parts is there."""
-    options = options[1:]
-    whole = tmp_path / f"whole{suffix}"
-    assert commands.run(*options, "--output", whole, torchrun=ranks).returncode == 0
-    rng = random.Random(f"{SEED} real {suffix} {ranks}")
-    area = f"kill and resume, real processes, {suffix}, " + (f"torchrun, {ranks} ranks" if ranks else "1 process")
-    kills = 0
-    for run in range(100):
-        path = tmp_path / f"killed{run}{suffix}"
-        code = 1
-        while code:
-            with commands.start(*options, "--output", path, "--resume", torchrun=ranks) as process:
-                sent = None
-                if kills < wanted:
-                    while process.poll() is None and not Path(f"{path}.parts").exists():
-                        time.sleep(0.002)
-                    workers = [child.pid for child in psutil.Process(process.pid).children()] if ranks else []
-                    sent = kill([process.pid, *workers], rng, time.monotonic(), rng.uniform(0, 1.0))
-                _, said = process.communicate(timeout=PATIENCE)
-                code = process.returncode
-            for pid in workers if sent else ():  # an agent that is killed leaves its ranks, which end by themselves
-                while psutil.pid_exists(pid):
-                    time.sleep(0.01)
-            if sent is None:
-                assert code == 0, said
-            elif code:
-                kills += 1
-                TALLY.told(area, f"{sent}, {'output there' if path.exists() else 'no output there'}")
-                assert ranks or "Traceback" not in said, said
-        check(path, whole)
-        TALLY.right(area)
-        if kills >= wanted:
-            break
