@@ -100,6 +100,7 @@ def test_what_was_not_run_on_a_gpu_is_refused_there(
 ) -> None:
     monkeypatch.setattr(module, "device_facts", lambda device: Device((9, 0), 132))
     monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.delenv(module.UNTRIED, raising=False)
     assert TritonBackend().supports(request_on("cuda")) is None
     request_ = request_on("cuda", **asked)
     assert said in str(TritonBackend().supports(request_))
