@@ -56,9 +56,9 @@ def _digest() -> str:
 
 
 def _sample(work: Path, count: int) -> dict[str, Any]:
-    """The sample and what it was drawn from; drawn once for a work folder."""
+    """The sample and what it was drawn from; drawn once for a work folder, and on, if more are asked for."""
     file = work / "sample.json"
-    if not file.exists():
+    if not file.exists() or len(json.loads(file.read_text("utf-8"))["mutants"]) < count:
         print("listing all places ...", flush=True)
         population = places(ROOT, SOURCES)
         mutants, passed_over = draw(ROOT, population, count, SEED)
@@ -159,6 +159,19 @@ def _round(work: Path, jobs: int, first: bool, todo: dict[int, Mutant], results:
             print(f"{len(results)} {ending:10s} {mutant.path}:{mutant.line} {mutant.diff} | {tried.by}", flush=True)
 
 
+def _control(work: Path, results: dict[str, Any]) -> None:
+    """The tests that killed have to pass where nothing is planted: else it was not the mutant that they failed of."""
+    copy = work / "copy-control"
+    _copy(copy)
+    killers = {result["by"] for result in results.values() if result["ending"] == "failed"}
+    for name in PACKAGES:
+        tests = sorted(test for test in killers if test.startswith(f"packages/{name}/"))
+        if tests:
+            tried = try_tests(copy, SOURCES, tests, None, set(), 60.0 * len(tests))
+            if tried.ending != "passed":
+                raise SystemExit(f"without any mutant: {tried.ending} {tried.by}: {tried.why}")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="keeps the copies, the sample and the results")
@@ -190,6 +203,7 @@ def main() -> int:
         # What is explained cannot be told from the original, so that more tests would not tell it either.
         alive = {at: m for at, m in chosen.items() if results[str(at)]["ending"] == "alive" and m.key not in explained}
         _round(work, asked.jobs, False, alive, results)
+        _control(work, results)
     (ROOT / "docs/mutation.md").write_text(page(sample, mutants, results, explained, SECOND), "utf-8")
     killed, unexplained = score(mutants, results, explained)
     print(f"{killed:.1%} killed of what is not equivalent; {unexplained} survivors not explained")

@@ -40,14 +40,15 @@ class Tried:
 
 @dataclass
 class _Chosen:
-    """A pytest plugin that runs `order`, after the tests in the same files that the map does not know."""
+    """A pytest plugin that runs `order`, after the tests in the same files that are not `known`, if that is given."""
 
     order: dict[str, int]
-    known: set[str]
+    known: set[str] | None
     failures: list[tuple[str, str]] = field(default_factory=list)
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        kept = [item for item in items if item.nodeid in self.order or item.nodeid not in self.known]
+        new = [] if self.known is None else [item for item in items if item.nodeid not in self.known]
+        kept = [item for item in items if item.nodeid in self.order] + new
         items[:] = sorted(kept, key=lambda item: self.order.get(item.nodeid, -1))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -57,9 +58,9 @@ class _Chosen:
 
 
 def try_tests(
-    copy: Path, sources: list[str], tests: list[str], known: set[str], files: set[str], limit: float
+    copy: Path, sources: list[str], tests: list[str], known: set[str] | None, files: set[str], limit: float
 ) -> Tried:
-    """Runs `tests` (and those of `files` that are not in `known`) of the tree at `copy` until one fails."""
+    """Runs tests of the tree at `copy` until one fails: those of the files that are not `known`, then `tests`."""
     order = {name: at for at, name in enumerate(tests)}
     arguments = sorted({name.partition("::")[0] for name in tests} | files)
     answer = copy / "answer.json"
