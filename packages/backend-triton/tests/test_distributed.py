@@ -17,7 +17,7 @@ from torch import Tensor
 from logitless import LMHead, linear_kl, linear_log_probs, linear_policy_loss, top_k_log_probs
 from logitless.testing.distributed import RANKS, run_ranks
 
-N, D, V, VALID = 9, 8, 300, 291
+N, D, V, VALID = 20, 8, 300, 291
 pytestmark = [
     pytest.mark.skipif(
         torch.cuda.is_available() and os.environ.get(RANKS) != "nccl",
@@ -106,7 +106,9 @@ CUTS: dict[str, tuple[int, ...]] = {
 def on_all(rank: int, size: int, cuts: tuple[int, ...], reduce: bool) -> dict[str, Any]:
     """Every op in one group of ranks: starting them is what costs time."""
     options: dict[str, Any] = {"tp_group": dist.group.WORLD, "reduce_hidden_grad": reduce}
-    return {op: pulled(op, make(), cuts[rank], cuts[rank + 1], **options) for op in OPS}
+    found = {op: pulled(op, make(), cuts[rank], cuts[rank + 1], **options) for op in OPS}
+    # Chunks of 16 tokens: by their own rows, a rank of few rows would make larger ones.
+    return {**found, "scores": pulled("scores", make(), cuts[rank], cuts[rank + 1], workspace_bytes=600, **options)}
 
 
 @pytest.mark.parametrize(
@@ -153,7 +155,7 @@ def test_ranks_that_differ_are_told_what_and_which() -> None:
         for (what, op), text in said.items():
             assert text.startswith("InvalidInputError: tp_group: its ranks disagree ("), (what, op, text)
             right = {
-                "tokens": "labels' shape: rank 0 has (9,), rank 1 has (5,)",
+                "tokens": "labels' shape: rank 0 has (20,), rank 1 has (5,)",
                 "chunks": "workspace_bytes: rank 0 has",
             }
             assert right[what] in text, (what, op, text)
