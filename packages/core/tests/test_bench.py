@@ -21,6 +21,7 @@ from logitless.bench.command import bench, run_shape
 from logitless.bench.gate import Gate, WrongResultError
 from logitless.bench.inputs import SHAPES, Inputs, Shape, chosen_shapes
 from logitless.bench.peers import PEERS, Peer, chosen_peers
+from logitless.bench.record import draw
 from logitless.doctor import call_request
 from logitless.errors import InvalidInputError, LogitlessError, NotFoundError, UnsupportedError
 from logitless.testing import ReferenceBackend, installed
@@ -293,6 +294,18 @@ def test_a_plot(tmp_path: Path) -> None:
     assert run("--peers", "eager", "--plot", str(path)).exit_code == 0
     drawn = path.read_text()
     assert "<svg" in drawn
+
+
+def test_a_plots_whiskers_are_the_quartiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib.axes import Axes
+
+    drawn: list[Any] = []
+    monkeypatch.setattr(Axes, "barh", lambda self, labels, widths, xerr, color: drawn.append((widths, xerr)))
+    row = {"name": "ours", "kind": "ours", "mode": "forward", "outputs": "both"}
+    row |= {"median_ms": 5.0, "quartiles_ms": [4.0, 8.0]}
+    record = {"shapes": {"tiny": {"rows": [row]}}, "device": {"name": "cpu"}, "dtype": "float32", "date": "today"}
+    draw(record, tmp_path / "out.svg")
+    assert drawn == [([5.0], [[1.0], [3.0]])]
 
 
 def test_it_is_a_command() -> None:
