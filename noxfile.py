@@ -181,7 +181,7 @@ def release(session: nox.Session) -> None:
     versions = Path(session.create_tmp()).resolve() / "versions.json"
     projects = [nox.project.load_toml(f"{folder}/pyproject.toml")["project"] for folder in FOLDERS.values()]
     versions.write_text(json.dumps({project["name"]: project["version"] for project in projects}))
-    venv = Path(session.create_tmp()) / "venv"
+    venv = versions.with_name("venv")
     session.run("python", "-m", "venv", "--clear", str(venv), silent=True)
     python = str(venv / ("Scripts" if os.name == "nt" else "bin") / "python")
     # The wheels bring all that they need; the sdists then take their place.
