@@ -1,0 +1,105 @@
+"""Compiles kernels for a Hopper, without one: `python compiled.py` prints what each takes, as JSON by name.
+
+In a process of its own, since Triton decides when it is imported whether it interprets. The interpreter runs what a
+compiler refuses: a variable of another type after a branch, say.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from logitless_triton import best, candidates, dz, forward, kl, threshold
+from logitless_triton.config import Device, Tile, config_for
+from logitless_triton.layout import LOGITS
+
+HOPPER = GPUTarget("cuda", 90, 32)
+TYPES = {"ids": "*i32", "count_ptr": "*i32", "id_ptr": "*i64", "label_ptr": "*i64"}
+TYPES |= dict.fromkeys(("bracket", "before", "after"), "*i64")
+TYPES |= dict.fromkeys(("pre", "ref_pre", "f_value", "beta", "budget"), "fp32")
+TYPES |= dict.fromkeys(("all_tokens", "kept_columns", "col0", "labels", "k", "ref_D", "ref_R"), "i32")
+PLAIN = {"bias": None, "lora_u": None, "lora_b": None, "BR": 16, "SOFTCAP": False, "NEGATE": False}
+LISTED = {"WIDTH": 128, "ROWS": 1, "BLOCK": 1024}
+
+
+def compiled(kernel: Any, constants: dict[str, Any], warps: int = 4, stages: int = 3, **types: str) -> dict[str, Any]:
+    """Bytes of shared memory of a kernel, by the types of its arguments."""
+    names = kernel.arg_names
+    constants = {name: value for name, value in constants.items() if name in names}
+    signature = {}
+    for name in names:
+        number = name.startswith(("stride_", "ref_stride_")) or name.isupper()
+        default = "i32" if number else TYPES.get(name, "*fp32")
+        signature[name] = "constexpr" if name in constants else types.get(name, default)
+    source = ASTSource(
+        fn=kernel,
+        signature=signature,
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={(at,): [["tt.divisibility", 16]] for at, name in enumerate(names) if signature[name].startswith("*")},
+    )
+    options = {"num_warps": warps, "num_stages": stages}
+    return {"shared": triton.compile(source, target=HOPPER, options=options).metadata.shared}
+
+
+def tiled(tile: Tile) -> dict[str, Any]:
+    return {"BM": tile.rows, "BN": tile.columns, "BK": tile.depth, "GROUP": tile.group, "PROGRAMS": 132 * tile.per_sm}
+
+
+def described(kind: str, rows: int, columns: int) -> str:
+    return f"tensordesc<{kind}[{rows}, {columns}]>"
+
+
+def multiplying(tile: Tile, out_columns: int, out: str) -> dict[str, str]:
+    """Types of the operands and of what is stored, as descriptors."""
+    operands = {
+        "h": described("bf16", tile.rows, tile.depth),
+        "w": described("bf16", tile.columns, tile.depth),
+        out: described("fp32" if out == "kept" else "bf16", tile.rows, out_columns),
+    }
+    return operands | {f"ref_{name}": operands[name] for name in "hw"}
+
+
+def main() -> None:
+    config = config_for(Device((9, 0), 132), torch.bfloat16, 4096)
+    found = {
+        f"floor, count={count}": compiled(candidates._floor_kernel, {**LISTED, "BLOCK": 2048, "COUNT": count})
+        for count in (False, True)
+    }
+    found["list"] = compiled(candidates._list_kernel, {**LISTED, "BLOCK": 2048})
+    for ranks, count in ((0, True), (1, True), (1, False), (2, False)):
+        constants = {**LISTED, "RANKS": ranks, "COUNT": count}
+        found[f"round, ranks={ranks}, count={count}"] = compiled(threshold._round_kernel, constants)
+    found["sums"] = compiled(threshold._sums_kernel, LISTED)
+    found["best"] = compiled(best._best_kernel, LISTED)
+    tile = config.forward
+    constants = {**PLAIN, **tiled(tile), "live_count": None, "reference_ptr": None, "maxima": None, "KEEP": LOGITS}
+    constants |= {"TMA": True, "TMA_KEPT": True, "FLATTEN": True, "KEPT_TYPE": tl.float32}
+    constants |= {"UNIFORM": True, "INFINITE": False}
+    types = multiplying(tile, tile.columns // 4, "kept")
+    found["forward"] = compiled(forward._forward_kernel, constants, tile.warps, tile.stages, **types)
+    tile = config.dz
+    for several in (False, True):
+        constants = {**PLAIN, **tiled(tile), "TMA": True, "FLATTEN": not several, "OUT_TYPE": tl.bfloat16}
+        constants |= {"ENTROPY": True, "INFINITE": False, "TRUNCATED": True, "SEVERAL": several}
+        types = multiplying(tile, tile.columns // 2, "out")
+        found[f"dz, several={several}"] = compiled(dz._recompute_kernel, constants, tile.warps, tile.stages, **types)
+    tile = Tile(128, 128, 64, warps=8, stages=3, per_sm=1)
+    for mode, kind in ((kl.STATISTICS, kl.REVERSE), (kl.MIXTURE, kl.JSD), (kl.DZ, kl.JSD)):
+        constants = {**PLAIN, **{f"ref_{name}": None for name in ("bias", "lora_u", "lora_b")}, **tiled(tile)}
+        constants |= {"REF_BK": tile.depth, "REF_BR": 16, "REF_SOFTCAP": False, "REF_NEGATE": False, "MODE": mode}
+        constants |= {"KIND": kind, "TMA": True, "REF_TMA": True, "OUT_TMA": mode == kl.DZ, "OUT_TYPE": tl.bfloat16}
+        types = multiplying(tile, tile.columns // 2, "out")
+        if mode != kl.DZ:
+            types["out"] = "*fp32"
+        found[f"kl, mode={mode}"] = compiled(kl._kl_kernel, constants, tile.warps, tile.stages, **types)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
