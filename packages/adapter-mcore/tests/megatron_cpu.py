@@ -127,7 +127,8 @@ def cuda_as_cpu() -> Iterator[None]:
         "manual_seed_all": lambda seed: None,
         "is_current_stream_capturing": lambda: False,
     }
-    with pytest.MonkeyPatch.context() as patch, _CudaToCpu():
+    eager: Any = torch.compiler.set_stance("force_eager")  # a compiler would take longer than all that it speeds up
+    with pytest.MonkeyPatch.context() as patch, _CudaToCpu(), eager:
         for name, stand_in in replaced.items():
             patch.setattr(torch.cuda, name, stand_in)
         patch.setattr(torch.cuda.random, "get_rng_state", replaced["get_rng_state"])
