@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from broken_backends import DEFECTS, GOOD, Broken, ReadsWhatItDidNotWrite
+from hypothesis import Phase, settings
 from torch.testing._internal.optests import OpCheckError
 
 from logitless import _registry
@@ -31,6 +33,16 @@ def run_check(name: str, backend_class: type[ReferenceBackend], arguments: dict[
         getattr(Conformance(), name)(**{key: value for key, value in given.items() if value is not None})
 
 
+@pytest.fixture
+def _unshrunk() -> Iterator[None]:
+    """That an example fails is enough: to make it small would take most of these tests' time."""
+    before = settings.get_current_profile_name()
+    settings.register_profile("unshrunk", phases=[Phase.generate])
+    settings.load_profile("unshrunk")
+    yield
+    settings.load_profile(before)
+
+
 def test_every_check_has_a_defect() -> None:
     assert sorted(DEFECTS) == sorted(CHECKS)
 
@@ -40,6 +52,7 @@ def test_check_is_green_on_the_reference(name: str) -> None:
     run_check(name, GOOD.get(name, ReferenceBackend), DEFECTS[name][1])
 
 
+@pytest.mark.usefixtures("_unshrunk")
 @pytest.mark.parametrize("name", CHECKS)
 def test_check_is_red_on_its_defect(name: str) -> None:
     defect, arguments = DEFECTS[name]
