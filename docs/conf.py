@@ -23,6 +23,7 @@ myst_heading_anchors = 3
 
 default_role = "code"  # docstrings put code in single backticks, as Markdown does
 autodoc_member_order = "bysource"
+autodoc_inherit_docstrings = False  # object's own of __call__ say nothing
 autodoc_typehints_format = "short"
 python_use_unqualified_type_names = True
 napoleon_google_docstring = True
