@@ -63,7 +63,8 @@ def test_candidates_are_each_once_and_begin_with_the_tables() -> None:
     [
         (["--dtype", "int8"], "--dtype: got 'int8'"),
         (["--tokens", "0"], "--tokens: got 0"),
-        (["--device", "meta"], "nothing to tune: it runs on NVIDIA GPUs"),
+        (["--device", ""], "--device: got ''"),
+        (["--device", "cuda:99"], "--device: got 'cuda:99'"),
     ],
 )
 def test_bad_options(arguments: list[str], said: str) -> None:

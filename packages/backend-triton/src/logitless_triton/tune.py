@@ -19,6 +19,7 @@ import logitless
 from logitless.bench.candidates import Candidate, Outcome, forward_and_backward
 from logitless.bench.inputs import Inputs, Shape
 from logitless.bench.timing import measure
+from logitless.doctor import call_request
 from logitless.errors import InvalidInputError, UnsupportedError
 from logitless.types import Request
 from logitless_triton.backend import TritonBackend
@@ -74,7 +75,7 @@ def tune(
     for name, value in (("tokens", tokens), ("hidden", hidden), ("vocab", vocab), ("rounds", rounds)):
         if value < 1:
             raise InvalidInputError(f"--{name}: got {value}, expected a positive number")
-    where, kind = torch.device(device), DTYPES[dtype]
+    where, kind = call_request(device, dtype).device, DTYPES[dtype]
     request = Request(where, kind, kind, n_tokens=tokens, hidden_size=hidden, vocab_rows=vocab)
     backend, console = TritonBackend(), Console()
     reason = backend.supports(request)
