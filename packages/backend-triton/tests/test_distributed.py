@@ -17,7 +17,7 @@ from torch import Tensor
 from logitless import LMHead, linear_kl, linear_log_probs, linear_policy_loss, top_k_log_probs
 from logitless.testing.distributed import RANKS, run_ranks
 
-N, D, V, VALID = 20, 8, 300, 291
+N, D, V, VALID = 24, 8, 300, 291
 pytestmark = [
     pytest.mark.skipif(
         torch.cuda.is_available() and os.environ.get(RANKS) != "nccl",
@@ -155,7 +155,7 @@ def test_ranks_that_differ_are_told_what_and_which() -> None:
         for (what, op), text in said.items():
             assert text.startswith("InvalidInputError: tp_group: its ranks disagree ("), (what, op, text)
             right = {
-                "tokens": "labels' shape: rank 0 has (20,), rank 1 has (5,)",
+                "tokens": "labels' shape: rank 0 has (24,), rank 1 has (5,)",
                 "chunks": "workspace_bytes: rank 0 has",
             }
             assert right[what] in text, (what, op, text)
