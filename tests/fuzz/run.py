@@ -67,7 +67,13 @@ def table(ran: dict[str, Any]) -> list[str]:
 
 def kills(ran: dict[str, Any]) -> list[str]:
     """How often each signal hit, and what was there: these are told as errors of an area."""
-    lines = ["| what | resumed to the exact scores | stopped | how, and what was there |", "|---|---|---|---|"]
+    lines = [
+        "Of random moments, outputs and the signals that stopped them are counted; of those before each change of a",
+        "file, each death by SIGKILL, and how it ended.",
+        "",
+        "| what | resumed to the exact scores | else | how, and what was there |",
+        "|---|---|---|---|",
+    ]
     for area, found in ran["areas"].items():
         stopped = ", ".join(f"{count} × {what}" for what, count in sorted(found["errors"].items()))
         lines.append(f"| {area} | {found['right']} | {sum(found['errors'].values())} | {stopped} |")
