@@ -3,7 +3,8 @@
 from importlib.metadata import version
 
 from logitless_torch.backend import TorchBackend
+from logitless_torch.reference_names import FusedLinearForPPO
 
 __version__ = version("logitless-torch")
 
-__all__ = ["TorchBackend"]
+__all__ = ["FusedLinearForPPO", "TorchBackend"]
