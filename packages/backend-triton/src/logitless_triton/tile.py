@@ -18,9 +18,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-__all__ = ["FLOOR", "LN2", "LOG2E", "ceil_div", "descriptor", "halves", "place", "raw_logits"]
+__all__ = ["FLOOR", "LN2", "ceil_div", "descriptor", "halves", "place", "raw_logits"]
 
-LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
 FLOOR = tl.constexpr(-16384.0)  # 2^FLOOR is 0, FLOOR fits fp16, and 0·FLOOR is 0 where 0·(−inf) would be NaN
 
