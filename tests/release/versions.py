@@ -86,6 +86,9 @@ def page(combinations: dict[str, Any], results: dict[str, Any]) -> str:
         values = [name, asked["tests"], found["python"], *(found[one] or "–" for one in SHOWN), verdict]
         values += [str(found[one]) for one in ("passed", "skipped", "date", "commit")]
         lines.append("| " + " | ".join(values) + " |")
+    for name, asked in combinations.items():
+        if results.get(name, {}).get("failed") and "known" in asked:
+            lines += ["", f"What fails with {name}: {asked['known']}."]
     lines += ["", "## Not run", ""]
     for name, asked in combinations.items():
         if name not in results:
