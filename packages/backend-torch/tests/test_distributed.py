@@ -315,8 +315,18 @@ def test_ranks_that_differ_are_told_what_and_which(size: int, debug: str, monkey
 # Ranks that are gone
 
 
+def all_here(rank: int, size: int, folder: str) -> None:
+    """Waits until every rank is connected: one that leaves before would fail the others' setup, not their call."""
+    Path(folder, f"here-{rank}").touch()
+    deadline = time.monotonic() + 30
+    while not all(Path(folder, f"here-{other}").exists() for other in range(size)):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def gone(rank: int, size: int, op: str, when: str, folder: str) -> None:
     """The last rank leaves; what the others are told is written down, since they outlive it."""
+    all_here(rank, size, folder)
     rows = V // size
     own, head, ref = shard(make(), rows * rank, rows * (rank + 1))
     last, grads = rank == size - 1, list[Tensor]()
@@ -467,6 +477,7 @@ def test_micro_batches_of_ranks_that_are_idle_or_in_error() -> None:
 
 
 def left_alone(rank: int, size: int, what: str, folder: str) -> None:
+    all_here(rank, size, folder)
     if rank == 1:
         os._exit(3)
     batch = packed([8, 4], align=4)
