@@ -31,8 +31,10 @@ def _made_plain() -> list[Callable[[], object]]:
         precision = torch.get_float32_matmul_precision()
     except RuntimeError:  # the program uses torch's newer settings, and the older ones raise beside them
         for own in (matmul, backends.mkldnn.matmul):
-            if own.fp32_precision != "ieee":
-                undo.append(partial(setattr, own, "fp32_precision", own.fp32_precision))
+            before = own.fp32_precision
+            if before != "ieee":
+                own.fp32_precision = "none"  # now it reads what it has from the settings above it, and stays so later
+                undo.append(partial(setattr, own, "fp32_precision", "none" if own.fp32_precision == before else before))
                 own.fp32_precision = "ieee"
     else:
         if precision != "highest":  # TF32 or bfloat16 in float32 products
