@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 DEBUG = "LOGITLESS_DEBUG"
-FACTS_BYTES = 4096
+FACTS_BYTES, FACT_LETTERS = 8192, 100  # a divergence has some forty facts
 
 
 def group_facts(group: Any) -> tuple[int, int, str]:
@@ -121,6 +121,12 @@ def _number(facts: Mapping[str, object]) -> int:
     return zlib.crc32(repr(tuple(facts.items())).encode())
 
 
+def _brief(fact: object) -> str:
+    """A fact's text; of a long one (a batch's lengths) its beginning, and a number that differs where the rest does."""
+    text = str(fact)
+    return text if len(text) <= FACT_LETTERS else f"{text[:FACT_LETTERS]}... (crc32 {zlib.crc32(text.encode()):08x})"
+
+
 def check_alike(name: str, group: Any, facts: Mapping[str, object], device: torch.device) -> None:
     """Raise on every rank, naming what differs, if the ranks' facts are not the same; waits for the device."""
     numbers = all_gather_rows(torch.tensor([_number(facts)], device=device), group).tolist()
@@ -133,7 +139,7 @@ def check_agreement(group: Any, facts: Mapping[str, object], device: torch.devic
 
     They travel as text in a tensor of fixed length: torch's own gathering of objects needs numpy.
     """
-    text = json.dumps({name: str(fact) for name, fact in facts.items()}).encode()[:FACTS_BYTES].ljust(FACTS_BYTES)
+    text = json.dumps({name: _brief(fact) for name, fact in facts.items()}).encode().ljust(FACTS_BYTES)
     gathered = gather_stacked(torch.tensor([list(text)], dtype=torch.uint8, device=device), group)
     everyone = [json.loads(bytes(one[0].tolist())) for one in gathered]
     names = dict.fromkeys(name for one in everyone for name in one)
