@@ -9,7 +9,9 @@ import torch
 from full_logits import DEVICE, FULL, HAS_GPU, STATS, check, example_of
 
 import logitless
+from logitless._call import make_call
 from logitless._live import Live
+from logitless._ops import linear_log_probs_op
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -48,3 +50,28 @@ def test_of_a_forward_launched_before_the_host_knows(ignored: bool, monkeypatch:
         monkeypatch.setattr(Live, "on_device", hidden)
     check(example_of(ignored=ignored))
     check(example_of(ignored=ignored), top_k=5)
+
+
+def test_nothing_is_kept_beside_held_logits() -> None:
+    """What is kept has the size that a compiler was told; it stays empty, since logits are not held for a backward."""
+    example = example_of()
+    call, _ = make_call(
+        example.hidden,
+        example.head,
+        example.labels,
+        temperature=example.temperature,
+        entropy=True,
+        entropy_grad=True,
+        ignore_index=-100,
+        tp_group=None,
+        reduce_hidden_grad=True,
+        keep_bytes=1 << 16,
+        workspace_bytes=1 << 20,
+        validate=True,
+        backend="triton",
+        stats=STATS,
+    )
+    assert call.kept_shape(True, True, 1 << 16) != (0,)
+    assert call.kept_shape(True, True, 1 << 16, STATS) == (0,)
+    arguments = (*call.args, True, True, 1 << 16, list(STATS))
+    torch.library.opcheck(linear_log_probs_op, arguments, test_utils=("test_faketensor",))

@@ -65,8 +65,8 @@ def _way(request: Request) -> int:
 
 
 def kept_length(request: Request, keep_bytes: int) -> int:
-    """Bytes of the buffer: at most `keep_bytes`, only whole column tiles, and none of a kept set or several labels."""
-    if request.kept_set or request.several_labels:
+    """Bytes of the buffer: at most `keep_bytes`, only whole column tiles, and none where the forward holds logits."""
+    if request.features:
         return 0
     dtype = torch.promote_types(request.hidden_dtype, request.weight_dtype)
     width = config_for(device_facts(request.device), dtype, request.hidden_size).forward.columns

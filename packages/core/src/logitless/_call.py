@@ -6,6 +6,7 @@ Shape suffixes: N tokens, n live tokens, K labels of a token, D hidden size, V v
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -72,7 +73,7 @@ class Call:
     def accumulation_dtype(self) -> torch.dtype:
         return torch.promote_types(torch.promote_types(self.hidden.dtype, self.weight.dtype), torch.float32)
 
-    def request(self, entropy: bool, entropy_grad: bool) -> Request:
+    def request(self, entropy: bool, entropy_grad: bool, stats: tuple[str, ...] = ()) -> Request:
         return Request(
             device=self.hidden.device,
             hidden_dtype=self.hidden.dtype,
@@ -91,6 +92,7 @@ class Call:
             group_size=1 if self.process_group is None else self.process_group.size(),
             kept_set=self.truncated,
             several_labels=self.labels.ndim == 2,
+            stats=stats,
         )
 
     @property
@@ -104,8 +106,12 @@ class Call:
         several = self.labels.ndim == 2
         return 4 + (self.labels.shape[1] if several else 1) if several or self.truncated else 4
 
-    def kept_shape(self, entropy: bool, entropy_grad: bool, keep_bytes: int) -> tuple[int, ...]:
-        return self.plugin.kept_shape(self.request(entropy, entropy_grad), keep_bytes) if keep_bytes else (0,)
+    def kept_shape(
+        self, entropy: bool, entropy_grad: bool, keep_bytes: int, stats: Sequence[str] = ()
+    ) -> tuple[int, ...]:
+        if not keep_bytes:
+            return (0,)
+        return self.plugin.kept_shape(self.request(entropy, entropy_grad, tuple(stats)), keep_bytes)
 
     @property
     def process_group(self) -> Any:

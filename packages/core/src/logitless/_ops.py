@@ -45,7 +45,7 @@ def _forward(
 ) -> tuple[Forwarded, Live]:
     """Scores of all N tokens, and the statistics that are wanted."""
     live = call.live("linear_log_probs", entropy=entropy, entropy_grad=entropy_grad, stats=tuple(wanted))
-    kept_shape = call.kept_shape(entropy, entropy_grad, keep_bytes)
+    kept_shape = call.kept_shape(entropy, entropy_grad, keep_bytes, wanted)
     backend, out = call.plugin, None
     with plain_arithmetic(call.hidden.device):
         options: dict[str, Any] = {"entropy": entropy, "entropy_grad": entropy_grad, "kept_shape": kept_shape}
@@ -112,7 +112,7 @@ def _(*args: Any) -> tuple[Tensor, ...]:
         log_probs.new_empty(call.stats_rows, n_tokens),
         call.labels.new_empty(n_tokens),
         torch.empty((), dtype=torch.int64, device="cpu"),
-        call.hidden.new_empty(call.kept_shape(entropy, entropy_grad, keep_bytes), dtype=torch.uint8),
+        call.hidden.new_empty(call.kept_shape(entropy, entropy_grad, keep_bytes, wanted), dtype=torch.uint8),
         log_probs.new_empty(sum(_rows(call, name) for name in wanted), n_tokens),
     )
 

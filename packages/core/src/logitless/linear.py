@@ -72,7 +72,8 @@ def linear_log_probs(
         tp_group: torch.distributed group over which the vocabulary is sharded. Its ranks are first compared, in one
             small gather (on a GPU, with `validate`): where their tokens or options differ, all of them raise.
         reduce_hidden_grad: with tp_group, whether every rank gets the whole d_hidden or its own partial sum.
-        keep_bytes: memory that the forward may keep so that the backward recomputes less; of no use with a kept set.
+        keep_bytes: memory that the forward may keep so that the backward recomputes less; of no use with a kept set,
+            nor on the triton backend with several labels or stats.
         workspace_bytes: bound on temporary memory.
         validate: check labels and temperatures, at the price of one device-to-host copy. False: no copy and no
             compaction of ignored tokens; labels out of range give NaN.
