@@ -77,6 +77,7 @@ def top_k_log_probs(
     Raises:
         InputTypeError, InvalidInputError: an argument is wrong; the message names it.
         NotFoundError, UnsupportedError: no backend can serve; the message holds the reason.
+        CollectiveError: another rank of tp_group died, raised, or made no such call within the group's timeout.
     """
     labels = mask_labels(hidden, mask, IGNORED)
     options: dict[str, Any] = {

@@ -226,6 +226,7 @@ def linear_kl(
     Raises:
         InputTypeError, InvalidInputError: an argument is wrong, or the reference requires grad; the message names it.
         NotFoundError, UnsupportedError: no backend can serve; the message holds the reason.
+        CollectiveError: another rank of tp_group died, raised, or made no such call within the group's timeout.
     """
     heads = [LMHead(x) if isinstance(x, Tensor) else x for x in (head, ref_head)]
     labels = _labels(hidden, ref_hidden, mask)

@@ -200,7 +200,7 @@ def linear_policy_loss(
     Raises:
         InvalidInputError: also when what loss_fn returns depends on another tensor that requires grad, or has another
             shape than [m].
-        InputTypeError, NotFoundError, UnsupportedError: as in `linear_log_probs`.
+        InputTypeError, NotFoundError, UnsupportedError, CollectiveError: as in `linear_log_probs`.
     """
     if not callable(loss_fn):
         raise InputTypeError(f"loss_fn: got {type(loss_fn).__qualname__}, expected a function of (scores, token_index)")
