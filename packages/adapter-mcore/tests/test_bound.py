@@ -255,6 +255,8 @@ def value_model(rank: int, size: int, hf: Any, sp: bool) -> list[float]:
         torch.testing.assert_close(outs[0].values, outs[1].values, rtol=0, atol=TOLERANCE)
         with pytest.raises(InvalidInputError, match="loss_fn"):
             make_forward(gpt)(packed("thd"), loss_fn=lambda scores, index: scores.log_probs)
+        with pytest.raises(InvalidInputError, match="stats: got some for a value model"):
+            make_forward(gpt)(packed("thd"), stats=("is_argmax",))
         return outs[0].values.tolist()
 
 
