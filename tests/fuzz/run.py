@@ -68,10 +68,11 @@ def table(ran: dict[str, Any]) -> list[str]:
 def kills(ran: dict[str, Any]) -> list[str]:
     """How often each signal hit, and what was there: these are told as errors of an area."""
     lines = [
-        "Of random moments, outputs and the signals that stopped them are counted; of those before each change of a",
-        "file, each death by SIGKILL, and how it ended.",
+        "Each output is killed again and again, and resumed until it is done; the second column counts those that",
+        "ended with the exact scores, the others what stopped them and what lay there. Of deaths before each change of",
+        "a file every one is counted, and those that could not be resumed, since an older output stood there, unharmed.",
         "",
-        "| what | resumed to the exact scores | else | how, and what was there |",
+        "| what | ended with the exact scores | stops | of which |",
         "|---|---|---|---|",
     ]
     for area, found in ran["areas"].items():

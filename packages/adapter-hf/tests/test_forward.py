@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from logitless_hf import CausalLMOutputForPPO, unbind
 from logitless_hf.binding import is_bound_class
 from logitless_hf.forward import PackedForward, _fault
 
+BEFORE_5 = int(version("transformers").split(".")[0]) < 5
 LAYOUTS = ("thd", "bshd", "nested")
 LENGTHS = (7, 1, 12, 3)
 
@@ -174,15 +176,19 @@ def test_a_model_without_a_backward_is_judged_by_its_scores(make_model: Any) -> 
 def test_positions_that_do_not_count_from_0(layout: str, make_model: Any, check: Any) -> None:
     """RoBERTa counts from behind its padding id: rows may leave that to it, one row of all tokens cannot."""
     model = make_model("roberta", is_decoder=True, type_vocab_size=1)
+    if layout == "bshd" and BEFORE_5:
+        pytest.skip("transformers 4's own mask of RoBERTa overflows in float64")
     expected, _ = alone(check, model)
     if layout != "bshd":
-        with pytest.raises(UnsupportedError, match="its positions do not count from 0"):
+        reason = "two sequences packed in one row" if BEFORE_5 else "its positions do not count from 0"
+        with pytest.raises(UnsupportedError, match=reason):
             logitless.make_forward(model, layout)
         return
     out = logitless.make_forward(model, layout)(PackedBatch.from_sequences(sequences()))
     torch.testing.assert_close(out.log_probs, expected, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.skipif(BEFORE_5, reason="packed GPT-Neo is served from transformers 5 on, and refused before")
 def test_a_row_longer_than_a_table_of_positions(make_model: Any) -> None:
     model = make_model("gpt_neo", hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global"], 2]])
     forward = logitless.make_forward(model, "thd")
