@@ -61,3 +61,10 @@ def test_a_chunk_bounds_the_memory() -> None:
 def test_wrong_chunk_size(chunk_size: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match="chunk_size: got"):
         FusedLinearForPPO(chunk_size)
+
+
+@pytest.mark.parametrize("weight", [None, torch.tensor(1.0), torch.ones(D)], ids=["none", "number", "row"])
+def test_weights_that_are_no_matrix_are_named(weight: Any) -> None:
+    hidden, _, ids = make(3)
+    with pytest.raises((InputTypeError, InvalidInputError), match="^head"):
+        FusedLinearForPPO()(hidden, weight, ids)

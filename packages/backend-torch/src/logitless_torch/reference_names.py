@@ -37,17 +37,20 @@ class FusedLinearForPPO(nn.Module):
             hidden_states: [T, D] or [B, S, D].
             vocab_weights: [V, D].
             input_ids: [T] or [B, S], the token that each hidden state predicts: already shifted.
+            temperature: a positive number that divides the logits.
 
         Raises:
             InputTypeError, InvalidInputError: as of `linear_log_probs`, which calls these hidden, head.weight and
                 labels.
         """
+        # What is no matrix is for the validator, which names it.
+        rows = len(vocab_weights) if isinstance(vocab_weights, Tensor) and vocab_weights.ndim else 0
         out = linear_log_probs(
             hidden_states,
             vocab_weights,
             input_ids,
             temperature=temperature,
-            workspace_bytes=4 * self.chunk_size * max(1, len(vocab_weights)),
+            workspace_bytes=4 * self.chunk_size * max(1, rows),
             backend="torch",
         )
         assert out.entropy is not None
