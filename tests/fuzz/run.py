@@ -70,7 +70,7 @@ def kills(ran: dict[str, Any]) -> list[str]:
     lines = [
         "Each output is killed again and again, and resumed until it is done; the second column counts those that",
         "ended with the exact scores, the others what stopped them and what lay there. Of deaths before each change of",
-        "a file every one is counted, and those that could not be resumed, since an older output stood there, unharmed.",
+        "a file every one is counted, and those that could not be resumed, since an older output was there, as it was.",
         "",
         "| what | ended with the exact scores | stops | of which |",
         "|---|---|---|---|",

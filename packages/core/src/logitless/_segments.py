@@ -7,14 +7,25 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from typing import Literal
+from itertools import pairwise
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from logitless.errors import InvalidInputError
 
-__all__ = ["Scheme", "cumulated", "fill_bins", "last_tokens", "ramp", "shard_index", "split_bins"]
+__all__ = [
+    "Scheme",
+    "cumulated",
+    "fill_bins",
+    "jagged_values",
+    "last_tokens",
+    "lengths_fields",
+    "ramp",
+    "shard_index",
+    "split_bins",
+]
 
 Scheme = Literal["zigzag", "contiguous"]
 
@@ -102,3 +113,37 @@ def split_bins(bins: list[list[int]], sizes: Sequence[int], count: int) -> list[
         fullest[:] = members[0::2]
         bins.append(members[1::2])
     return bins
+
+
+def lengths_fields(lengths: Sequence[int], padded_lengths: Sequence[int], device: torch.device) -> dict[str, Any]:
+    """The fields of a batch that follow from its lengths alone."""
+    cu_seqlens = torch.tensor(cumulated(lengths), dtype=torch.int32, device=device)
+    cu_seqlens_padded = torch.tensor(cumulated(padded_lengths), dtype=torch.int32, device=device)
+    if list(lengths) == list(padded_lengths):
+        place_M = torch.arange(sum(lengths), device=device)
+    else:
+        row_M, offset_M = ramp(lengths, device)
+        place_M = cu_seqlens_padded.long().index_select(0, row_M) + offset_M
+    return {
+        "lengths": tuple(lengths),
+        "padded_lengths": tuple(padded_lengths),
+        "cu_seqlens": cu_seqlens,
+        "cu_seqlens_padded": cu_seqlens_padded,
+        "max_seqlen": max(padded_lengths, default=0),
+        "place_M": place_M,
+    }
+
+
+def jagged_values(x: Any) -> tuple[Tensor, list[int]]:
+    """A jagged tensor's true entries, one after another, and their lengths: one device-to-host copy."""
+    if x._ragged_idx != 1:
+        raise InvalidInputError(
+            "nested tensor: its ragged dimension is not the second; transpose it back to [B, j, ...]"
+        )
+    offsets = x.offsets()
+    if x.lengths() is None:
+        bounds = offsets.tolist()
+        return x.values()[bounds[0] : bounds[-1]], [b - a for a, b in pairwise(bounds)]
+    lengths = x.lengths().tolist()
+    row_M, offset_M = ramp(lengths, x.values().device)
+    return x.values().index_select(0, offsets.index_select(0, row_M) + offset_M), lengths

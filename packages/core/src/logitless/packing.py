@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -28,7 +27,17 @@ from logitless._batch_checks import (
     check_like,
     check_tensor,
 )
-from logitless._segments import Scheme, cumulated, fill_bins, last_tokens, ramp, shard_index, split_bins
+from logitless._segments import (
+    Scheme,
+    cumulated,
+    fill_bins,
+    jagged_values,
+    last_tokens,
+    lengths_fields,
+    ramp,
+    shard_index,
+    split_bins,
+)
 from logitless.collectives import all_reduce_max, gather_own_gradient
 from logitless.errors import InputTypeError, InvalidInputError
 
@@ -159,7 +168,7 @@ class PackedBatch:
         if not (isinstance(input_ids, Tensor) and input_ids.is_nested and input_ids.layout == torch.jagged):
             raise InputTypeError("input_ids: expected a nested tensor of layout torch.jagged [B, j]; see from_padded")
         check_align(align)
-        ids_M, lengths = _jagged_values(input_ids)
+        ids_M, lengths = jagged_values(input_ids)
         check_ids("input_ids", ids_M, 1)
 
         def values(name: str, x: Tensor | None) -> Tensor | None:
@@ -168,7 +177,7 @@ class PackedBatch:
             check_tensor(name, x)
             if not x.is_nested:
                 return x
-            found, own = _jagged_values(x)
+            found, own = jagged_values(x)
             if own != lengths:
                 raise InvalidInputError(f"{name}: got lengths {own}, expected those of input_ids, {lengths}")
             return found
@@ -366,7 +375,7 @@ class PackedBatch:
                 raise InvalidInputError(f"x: got {got}, expected a tensor {self.origin.shape} + trailing dimensions")
             return x.flatten(0, 1)
         if isinstance(x, Tensor) and x.is_nested:
-            x, lengths = _jagged_values(x)
+            x, lengths = jagged_values(x)
         else:
             parts = as_tensors("x", x, self.input_ids.device)
             lengths = [part.shape[0] for part in parts]
@@ -419,7 +428,7 @@ class PackedBatch:
             shard_of=None,
             source_M=source_M,
             origin=_Origin(self.origin.kind, shape, torch.tensor(cumulated(lengths), device=device)),
-            **_lengths_fields(lengths, padded_lengths, device),
+            **lengths_fields(lengths, padded_lengths, device),
         )
 
     def _idle(self) -> PackedBatch:
@@ -435,27 +444,8 @@ class PackedBatch:
             shard_of=None,
             source_M=self.source_M[:0],
             origin=_Origin(self.origin.kind, (0, *columns), torch.zeros(1, dtype=torch.int64, device=device)),
-            **_lengths_fields((0,), (width,), device),
+            **lengths_fields((0,), (width,), device),
         )
-
-
-def _lengths_fields(lengths: Sequence[int], padded_lengths: Sequence[int], device: torch.device) -> dict[str, Any]:
-    """The fields of a batch that follow from its lengths alone."""
-    cu_seqlens = torch.tensor(cumulated(lengths), dtype=torch.int32, device=device)
-    cu_seqlens_padded = torch.tensor(cumulated(padded_lengths), dtype=torch.int32, device=device)
-    if list(lengths) == list(padded_lengths):
-        place_M = torch.arange(sum(lengths), device=device)
-    else:
-        row_M, offset_M = ramp(lengths, device)
-        place_M = cu_seqlens_padded.long().index_select(0, row_M) + offset_M
-    return {
-        "lengths": tuple(lengths),
-        "padded_lengths": tuple(padded_lengths),
-        "cu_seqlens": cu_seqlens,
-        "cu_seqlens_padded": cu_seqlens_padded,
-        "max_seqlen": max(padded_lengths, default=0),
-        "place_M": place_M,
-    }
 
 
 def _build(
@@ -472,7 +462,7 @@ def _build(
     if ids_M.dtype not in (torch.int32, torch.int64):  # what embeddings take
         ids_M = ids_M.long()
     padded_lengths = [-(-length // align) * align for length in lengths]
-    fields = _lengths_fields(lengths, padded_lengths, device)
+    fields = lengths_fields(lengths, padded_lengths, device)
     place_M, total = fields["place_M"], sum(padded_lengths)
 
     label_M = torch.full_like(ids_M, IGNORE_INDEX, dtype=torch.int64)
@@ -499,18 +489,3 @@ def _build(
         origin=_Origin(*origin, torch.tensor(cumulated(lengths), device=device)),
         **fields,
     )
-
-
-def _jagged_values(x: Any) -> tuple[Tensor, list[int]]:
-    """A jagged tensor's true entries, one after another, and their lengths: one device-to-host copy."""
-    if x._ragged_idx != 1:
-        raise InvalidInputError(
-            "nested tensor: its ragged dimension is not the second; transpose it back to [B, j, ...]"
-        )
-    offsets = x.offsets()
-    if x.lengths() is None:
-        bounds = offsets.tolist()
-        return x.values()[bounds[0] : bounds[-1]], [b - a for a, b in pairwise(bounds)]
-    lengths = x.lengths().tolist()
-    row_M, offset_M = ramp(lengths, x.values().device)
-    return x.values().index_select(0, offsets.index_select(0, row_M) + offset_M), lengths
