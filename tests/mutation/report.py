@@ -35,9 +35,14 @@ def score(mutants: list[Mutant], results: dict[str, Any], explained: dict[str, A
 
 
 def page(
-    sample: dict[str, Any], mutants: list[Mutant], results: dict[str, Any], explained: dict[str, Any], seconds: float
+    sample: dict[str, Any],
+    mutants: list[Mutant],
+    results: dict[str, Any],
+    explained: dict[str, Any],
+    seconds: float,
+    gaps: list[str],
 ) -> str:
-    """The page as Markdown."""
+    """The page as Markdown; `gaps` names the mutants that survived until a test was written for them."""
     share, _ = score(mutants, results, explained)
     alive, alike = _alive(mutants, results), _alike(mutants, results, explained)
     endings = Counter(result["ending"] for result in results.values())
@@ -57,11 +62,19 @@ def page(
         f"- Population: {sample['places']} places with {sample['choices']} possible changes, outside annotations. A "
         "place is a span of source that one of cosmic-ray's operators (those without arguments) can change.",
         f"- Sample: {len(results)} places, uniformly without replacement by seed {sample['seed']}; of each place one "
-        f"change, at random among those that compile to something else ({sample['passed_over']} places had none).",
+        "change, at random among those that compile to something else; places passed over for want of one: "
+        f"{sample['passed_over']}.",
         "- A mutant meets the tests of the three packages that run its line, the fastest first, then those that start "
         f"processes; of each package at most {seconds:.0f} s by their usual time, and of one that is explained only "
         "its own package's fastest. The adapters' tests and those in `tests/` are not used.",
     ]
+    closed = [mutant for at, mutant in enumerate(mutants) if str(at) in results and mutant.key in gaps]
+    first = killed - len(closed)
+    lines.append(
+        f"- {len(closed)} of the killed, listed in `tests/mutation/gaps.json`, were alive until tests were written for "
+        f"what they broke. Without these tests at least {first} of {len(results) - len(alike)} are killed, "
+        f"{first / max(len(results) - len(alike), 1):.1%}."
+    )
     lines += [f"- {endings[ending]} killed because {words}." for ending, words in ENDINGS.items() if endings[ending]]
     lines += ["", "| part | mutants | killed |", "|---|---|---|"]
     for part, prefix in PARTS.items():
