@@ -76,12 +76,14 @@ def absent(rank: int, size: int, hf: Any) -> None:
         assert make_forward(gpt.eval())(batch).aux_loss is None
         assert make_forward(build_gpt(hf.config).train())(batch).aux_loss is None  # no loss to balance by
         assert make_forward(build_gpt(hf_config("qwen2")).train())(batch).aux_loss is None
-        whole = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-        recomputed = build_gpt(hf.config, **AUX, **whole).train()
-        out = make_forward(recomputed)(batch)
-        assert out.aux_loss is None
-        (0.0 * out.log_probs).sum().backward()
-        assert float(recomputed.decoder.layers[0].mlp.router.weight.grad.abs().max()) > 1e-6
+        for method in ("uniform", "block"):  # all layers' activations, and the first one's alone
+            again = {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": 1}
+            recomputed = build_gpt(hf.config, **AUX, **again).train()
+            assert len(recomputed.decoder.layers) > 1
+            out = make_forward(recomputed)(batch)
+            assert out.aux_loss is None
+            (0.0 * out.log_probs).sum().backward()
+            assert float(recomputed.decoder.layers[0].mlp.router.weight.grad.abs().max()) > 1e-6
         critic = build_gpt(hf.config, **AUX).train()
         to_value_model(critic)
         assert float(make_forward(critic)(batch).aux_loss) >= 1.0

@@ -29,10 +29,12 @@ class Balance:
     def __init__(self, whole: bool) -> None:
         self._whole, self._group, self._top_k = whole, None, 1
         self._sums: list[Tensor] = []  # [2, E] of each layer: tokens sent, and summed probabilities
+        self._routers = 0
 
     def seen_by(self, router: Any) -> Callable[..., Any]:
         """The router's own function, which also tells what it is called with."""
         own = getattr(router, LOSS)
+        self._routers += 1
 
         def apply(probs: Tensor, scores: Tensor, routing_map: Tensor, *args: Any, **kwargs: Any) -> Any:
             self._group, self._top_k = router.tp_cp_group, router.topk
@@ -44,10 +46,10 @@ class Balance:
     def loss(self) -> Tensor | None:
         """`E·Σ f·P` over all layers and tokens, as transformers' load_balancing_loss_func; detached, top_k at best.
 
-        A collective over tensor- and context-parallel ranks. None where no router computed a loss, and on a stage of a
-        pipeline, which sees only its own layers.
+        A collective over tensor- and context-parallel ranks. None where a router computed no loss (its layer's
+        activations are made again, say), and on a stage of a pipeline, which sees only its own layers.
         """
-        if not self._sums or not self._whole:
+        if not self._sums or len(self._sums) != self._routers or not self._whole:
             return None
         sent_E, probability_E = sums = torch.stack(self._sums).sum(0)
         if self._group is not None:

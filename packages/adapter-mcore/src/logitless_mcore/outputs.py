@@ -23,8 +23,8 @@ class CausalLMOutputForPPO:
         logits, past_key_values, hidden_states, attentions: None.
         aux_loss: how evenly the tokens went to the experts, as transformers reports it: of all layers, `top_k` at best,
             the coefficient not in it. Detached, for a log: Megatron adds the gradients of its balancing losses by
-            itself. None where its routers compute none (in eval mode, without gradients, and where all activations
-            are recomputed), and with pipeline stages, each of which sees only its own layers.
+            itself. None where one of its routers computes none (in eval mode, without gradients, and where its
+            activations are recomputed), and with pipeline stages, each of which sees only its own layers.
         stats: the statistics that were asked for, by name; None if none were.
     """
 
