@@ -220,6 +220,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0, help="of each size of logits, after three rounds")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if unknown := set(args.sets.split(",")) - SETS.keys():
+        parser.error(f"--sets: got {', '.join(sorted(unknown))}, expected some of {', '.join(SETS)}")
     device = torch.device("cuda" if on_gpu else "cpu")
     named = SHAPES[args.shape]
     shape = Shape(named.name, args.tokens or named.tokens, named.hidden, args.vocab or named.vocab)
