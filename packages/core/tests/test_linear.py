@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from logitless import LMHead, TokenLogProbs, linear_log_probs
-from logitless._arithmetic import plain_arithmetic
 from logitless._live import Live
 from logitless._ops import _backward_op, linear_log_probs_op
 from logitless.errors import UnsupportedError
@@ -515,19 +514,3 @@ def test_on_a_cpu_nothing_is_speculated() -> None:
     with installed(backend, alone=True):
         small().score()
     assert backend.counts == [None]
-
-
-def test_short_sums_are_off_and_put_back() -> None:
-    matmul = torch.backends.cuda.matmul
-    names = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
-    before = [getattr(matmul, name) for name in names]
-    try:
-        for allowed in (True, False):
-            for name in names:
-                setattr(matmul, name, allowed)
-            with plain_arithmetic(torch.device("cpu")):
-                assert not any(getattr(matmul, name) for name in names)
-            assert [getattr(matmul, name) for name in names] == [allowed, allowed]
-    finally:
-        for name, value in zip(names, before, strict=True):
-            setattr(matmul, name, value)

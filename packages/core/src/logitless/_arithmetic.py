@@ -5,10 +5,10 @@ The settings are the process's, not a thread's: the first call that runs changes
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,54 +22,63 @@ _SHORT_SUMS = (
 )
 
 
-def _made_plain() -> list[Callable[[], object]]:
-    """Change what must be changed; returns what puts it back."""
-    backends: Any = torch.backends
-    matmul = backends.cuda.matmul
-    undo: list[Callable[[], object]] = []
+def _plain_products(undo: ExitStack) -> None:
+    """No TF32 or bfloat16 in float32 products."""
     try:
         precision = torch.get_float32_matmul_precision()
     except RuntimeError:  # the program uses torch's newer settings, and the older ones raise beside them
-        for own in (matmul, backends.mkldnn.matmul):
+        backends: Any = torch.backends
+        for own in (backends.cuda.matmul, backends.mkldnn.matmul):
             before = own.fp32_precision
             if before != "ieee":
                 own.fp32_precision = "none"  # now it reads what it has from the settings above it, and stays so later
-                undo.append(partial(setattr, own, "fp32_precision", "none" if own.fp32_precision == before else before))
+                undo.callback(setattr, own, "fp32_precision", "none" if own.fp32_precision == before else before)
                 own.fp32_precision = "ieee"
     else:
-        if precision != "highest":  # TF32 or bfloat16 in float32 products
-            undo.append(partial(torch.set_float32_matmul_precision, precision))
+        if precision != "highest":
+            undo.callback(torch.set_float32_matmul_precision, precision)
             torch.set_float32_matmul_precision("highest")
+
+
+def _whole_sums(undo: ExitStack) -> None:
+    """cuBLAS sums half-precision products in float32 throughout."""
+    matmul: Any = torch.backends.cuda.matmul
     for name in _SHORT_SUMS:
         if getattr(matmul, name, False):
             split = getattr(matmul, f"{name}_split_k", True)
-            undo.append(partial(setattr, matmul, name, True if split else (True, False)))
+            undo.callback(setattr, matmul, name, True if split else (True, False))
             setattr(matmul, name, False)
-    return undo
 
 
 class _Settings:
-    """The process's settings while calls run, in any number of threads."""
+    """Settings of the process while calls run, in any number of threads; `change` registers what puts each back."""
 
-    def __init__(self) -> None:
-        self._lock, self._users = threading.Lock(), 0
-        self._undo: list[Callable[[], object]] = []
+    def __init__(self, change: Callable[[ExitStack], None]) -> None:
+        self._change = change
+        self.forget()
+        if hasattr(os, "register_at_fork"):  # a child has none of the threads whose calls run
+            os.register_at_fork(after_in_child=self.forget)
+
+    def forget(self) -> None:
+        """As before any call."""
+        self._lock, self._users, self._undo = threading.Lock(), 0, ExitStack()
 
     def __enter__(self) -> None:
         with self._lock:
             if not self._users:
-                self._undo = _made_plain()
+                with ExitStack() as undo:
+                    self._change(undo)
+                    self._undo = undo.pop_all()
             self._users += 1
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
             self._users -= 1
             if not self._users:
-                for put_back in self._undo:
-                    put_back()
+                self._undo.close()
 
 
-_settings = _Settings()
+_products, _sums = _Settings(_plain_products), _Settings(_whole_sums)
 
 
 @contextmanager
@@ -78,9 +87,10 @@ def plain_arithmetic(device: torch.device) -> Iterator[None]:
 
     The device is made the current one: a kernel is launched there, wherever its tensors are.
     """
-    with _settings, ExitStack() as stack:
+    with _products, ExitStack() as stack:
         if device.type == "cuda":
             stack.enter_context(torch.cuda.device(device))
+            stack.enter_context(_sums)
         if torch.is_autocast_enabled(device.type):
             stack.enter_context(torch.autocast(device.type, enabled=False))
         yield
