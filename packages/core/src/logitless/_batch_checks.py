@@ -97,18 +97,29 @@ def check_flat(name: str, x: Tensor | None, ids_M: Tensor, most: int = 1) -> Non
 def check_gathered(
     x: Tensor, group: Any, shard_of: tuple[int, int, str], tokens: int, padded_lengths: tuple[int, ...]
 ) -> None:
-    """That each rank of a group hands in its own shard [P, ...] of one batch."""
+    """That each rank of a group hands in its own shard [P, ...] of one batch.
+
+    What one rank alone has wrong is told to all, who would else wait for it; not on a GPU, where the host would wait.
+    """
     rank, size, scheme = shard_of
-    if dist.get_world_size(group) != size:
-        raise InvalidInputError(f"group: has {dist.get_world_size(group)} ranks, expected the shard's {size}")
-    if dist.get_rank(group) != rank:
-        raise InvalidInputError(
-            f"group: this is its rank {dist.get_rank(group)}, expected the shard's {rank}; shard(rank, size) takes the "
-            "rank within the group"
-        )
-    if x.device.type == "cpu" or debugging():  # on a GPU the host would wait
-        facts = {"x's shape": tuple(x.shape), "x's dtype": x.dtype, "padded lengths": padded_lengths, "scheme": scheme}
+    own, ranks = dist.get_rank(group), dist.get_world_size(group)
+    if own >= 0 and (x.device.type == "cpu" or debugging()):
+        facts = {
+            "shard": "its own" if rank == own else f"that of rank {rank}",
+            "shard's size": size,
+            "x's shape": tuple(x.shape),
+            "x's dtype": x.dtype,
+            "padded lengths": padded_lengths,
+            "scheme": scheme,
+        }
         check_alike("group", group, facts, x.device)
+    if ranks != size:
+        raise InvalidInputError(f"group: has {ranks} ranks, expected the shard's {size}")
+    if own != rank:
+        raise InvalidInputError(
+            f"group: this is its rank {own}, expected the shard's {rank}; shard(rank, size) takes the rank within the "
+            "group"
+        )
     if x.shape[:1] != (tokens,):
         raise InvalidInputError(
             f"x: got shape {tuple(x.shape)}, expected ({tokens}, ...), a row for each of its tokens"
