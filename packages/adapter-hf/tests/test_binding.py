@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import logitless
-from logitless.errors import InputTypeError, UnsupportedError
+from logitless.errors import InputTypeError, InvalidInputError, UnsupportedError
 from logitless_hf import CausalLMOutputForPPO, bind, inspect_head, unbind
 
 
@@ -207,6 +207,18 @@ def test_hooks_of_users_fire_once(make_model: Any, tokens: Tensor) -> None:
     model.lm_head.register_forward_pre_hook(lambda *args: seen.append("head"))
     scores(model, tokens)
     assert seen == ["head", "model"]
+
+
+@pytest.mark.parametrize(
+    "asked", [{"temperature": 0.7}, {"loss_fn": print}, {"top_k": 3, "stats": ("is_kept",)}, {"keep_bytes": 1}], ids=str
+)
+def test_what_scores_take_is_not_swallowed_where_none_are_asked(
+    asked: dict[str, Any], make_model: Any, tokens: Tensor
+) -> None:
+    model = bind(make_model())
+    with pytest.raises(InvalidInputError, match=f"{', '.join(asked)}: got without return_log_probs=True"):
+        model(tokens, **asked)
+    model.generate(tokens, max_new_tokens=2, do_sample=True, temperature=0.7, top_k=3, pad_token_id=0)
 
 
 def test_a_meta_model_is_examined_at_its_first_call(make_model: Any, tokens: Tensor, check: Any) -> None:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from logitless.errors import InputTypeError, UnsupportedError
+from logitless.errors import InputTypeError, InvalidInputError, UnsupportedError
 from logitless_hf.head import has_weights
 from logitless_hf.outputs import CausalLMOutputForPPO, for_ddp, unrounded
 from logitless_hf.scoring import HeadReport, examine, scored_forward, valued_forward
@@ -28,6 +28,8 @@ __all__ = ["Binding", "bind", "bind_always", "binding_of", "inspect_head", "is_b
 Model = TypeVar("Model", bound=nn.Module)
 STATE = "_logitless"  # where a bound instance keeps its Binding
 MARK = "_logitless_base"  # in the namespace of a bound class
+# What transformers' forwards would swallow, and give logits as if nothing had been asked.
+OF_SCORES = ("temperature", "entropy", "entropy_grad", "loss_fn", "keep_bytes", "top_k", "top_p", "stats")
 
 
 @dataclass
@@ -55,12 +57,15 @@ def _restore(base: Any) -> Any:
 @functools.cache
 def bound_class(base: Any) -> Any:
     """The subclass of `base` that its bound instances are of; it has the same name, signature and module."""
+    parameters = inspect.signature(base.forward).parameters
+    of_scores = tuple(name for name in OF_SCORES if name not in parameters)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         binding: Binding = self.__dict__[STATE]
         asked = kwargs.pop("return_log_probs", binding.always and not binding.generating)
         with passing(self, scoring=asked):
             if not asked:
+                _check_unasked([name for name in of_scores if name in kwargs and not binding.generating])
                 return base.forward(self, *args, **kwargs)
             # Not through __call__, whose hooks have run.
             report = binding.report or _examine(self, functools.partial(forward, self))
@@ -100,6 +105,14 @@ def bound_class(base: Any) -> Any:
     if hasattr(base, "generate"):
         namespace["generate"] = _like(generate, base.generate)
     return type(base)(base.__name__, (base,), namespace)
+
+
+def _check_unasked(given: list[str]) -> None:
+    if given:
+        raise InvalidInputError(
+            f"{', '.join(given)}: got without return_log_probs=True, expected only with it, since logits have no use "
+            "for it; ask for scores, or leave it out"
+        )
 
 
 def is_bound_class(cls: type) -> bool:

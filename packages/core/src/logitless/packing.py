@@ -372,7 +372,10 @@ class PackedBatch:
         if self.origin.kind == "padded":
             if not isinstance(x, Tensor) or tuple(x.shape[:2]) != self.origin.shape:
                 got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__qualname__
-                raise InvalidInputError(f"x: got {got}, expected a tensor {self.origin.shape} + trailing dimensions")
+                raise InvalidInputError(
+                    f"x: got {got}, expected a tensor {self.origin.shape} + trailing dimensions: a value for each "
+                    "position, the first of a sequence too; for one value a sequence, of='sequence'"
+                )
             return x.flatten(0, 1)
         if isinstance(x, Tensor) and x.is_nested:
             x, lengths = jagged_values(x)
