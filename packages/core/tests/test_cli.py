@@ -126,3 +126,16 @@ def test_a_command_of_a_missing_package_says_what_to_install(
 ) -> None:
     assert main(monkeypatch, "score") == 1
     assert "pip install logitless-hf" in capsys.readouterr().err
+
+
+def test_an_interrupt_while_a_command_is_loaded_ends_it_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(logitless.cli, "app", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        logitless.cli.main()
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == ""

@@ -48,9 +48,11 @@ def _root() -> None:
 
 
 def main() -> None:
-    """Run the command line; a `LogitlessError` ends it with its message and exit code 1."""
+    """Run the command line; a `LogitlessError` ends it with its message and exit code 1, an interrupt with 130."""
     try:
         app()
     except LogitlessError as error:
         Console(stderr=True).print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         sys.exit(1)
+    except KeyboardInterrupt:  # while a command was being loaded: once it runs, typer ends it so
+        sys.exit(130)
