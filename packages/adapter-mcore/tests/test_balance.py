@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +14,10 @@ from torch import Tensor
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from logitless import PackedBatch
+from logitless.errors import CollectiveError
 from logitless.testing.distributed import run_ranks
 from logitless_mcore import make_forward, to_value_model
+from logitless_mcore.balance import Balance
 from logitless_mcore.weights import load_hf_weights
 
 SHAPE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
@@ -87,6 +91,23 @@ def absent(rank: int, size: int, hf: Any) -> None:
         critic = build_gpt(hf.config, **AUX).train()
         to_value_model(critic)
         assert float(make_forward(critic)(batch).aux_loss) >= 1.0
+
+
+def survivor_of(rank: int, size: int) -> None:
+    """Two ranks' call, of which the second dies before the number is summed."""
+    router = SimpleNamespace(tp_cp_group=dist.group.WORLD, topk=2, _apply_aux_loss=lambda *args: None)
+    balance = Balance(True)
+    balance.seen_by(router)(torch.rand(5, 4), torch.rand(5, 4), torch.ones(5, 4))
+    if rank == 1:
+        os._exit(3)
+    with pytest.raises(CollectiveError, match="look for the first error in the other ranks' logs"):
+        balance.loss()
+
+
+def test_a_rank_that_is_gone_is_told() -> None:
+    with pytest.raises(RuntimeError) as found:
+        run_ranks(2, survivor_of, seconds=10)
+    assert str(found.value) == "rank 1: died without a word"
 
 
 def test_where_there_is_none() -> None:

@@ -13,9 +13,9 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from logitless.collectives import all_reduce
 from logitless_mcore.capture import forward_as
 
 __all__ = ["Balance", "balance_of"]
@@ -53,7 +53,7 @@ class Balance:
             return None
         sent_E, probability_E = sums = torch.stack(self._sums).sum(0)
         if self._group is not None:
-            dist.all_reduce(sums, group=self._group)
+            all_reduce(sums, self._group)
         tokens = sent_E.sum() / self._top_k
         loss: Tensor = sent_E.numel() * (sent_E / tokens * (probability_E / tokens)).sum()
         return loss
