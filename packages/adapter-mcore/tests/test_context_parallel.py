@@ -170,6 +170,51 @@ def test_scores_and_gradients_of_any_batch_equal_those_of_one_rank(way: Way) -> 
                 )
 
 
+def of_unlike_losses(rank: int, size: int) -> list[dict[str, Tensor]]:
+    """The second rank's loss has no entropy, by a factor of 0 or by leaving it out."""
+    found = []
+    with parallel(cp=size):
+        torch.manual_seed(0)
+        gpt = build_gpt(hf_config("qwen2"))
+        batch = PackedBatch.from_sequences([torch.arange(8), torch.arange(20)], align=4)
+        shard = batch.shard(rank, size, "contiguous")
+        for leave_out in (False, True):
+            gpt.zero_grad()
+            out = make_forward(gpt)(shard, stats=("is_argmax", "mean_logit"))
+            assert not any(x.requires_grad for x in out.stats.values())
+            loss = 1.7 * out.log_probs.sum()
+            if rank == 0 or not leave_out:
+                loss = loss + (1 - rank) * out.entropy.sum()
+            loss.backward()
+            found.append({name: p.grad.clone() for name, p in gpt.named_parameters()})
+        assert not make_forward(gpt)(shard, entropy_grad=False).entropy.requires_grad
+    return found
+
+
+def test_a_rank_whose_loss_leaves_the_entropy_of_a_contiguous_shard_out() -> None:
+    for whole, left_out in run_ranks(2, of_unlike_losses, seconds=10):
+        assert all(torch.equal(left_out[name], grad) for name, grad in whole.items())
+        assert max(float(grad.abs().max()) for grad in whole.values()) > 0
+
+
+def told(rank: int, size: int, name: str, rows: tuple[int, int]) -> str:
+    with parallel(cp=size):
+        gpt = build_gpt(hf_config("qwen2"))
+        shard = PackedBatch.from_sequences([torch.arange(8)], align=4).shard(rank, size, "contiguous")
+        wrong = {"labels": torch.ones(rows[rank], dtype=torch.long), "temperature": torch.ones(rows[rank])}
+        with pytest.raises(InvalidInputError) as found:
+            make_forward(gpt)(shard, **{name: wrong[name]})
+    return str(found.value)
+
+
+@pytest.mark.parametrize("name", ["labels", "temperature"])
+def test_other_rows_than_a_contiguous_shards_are_told_by_their_name_on_all_ranks(name: str) -> None:
+    for text in run_ranks(2, told, name, (5, 5), seconds=10):
+        assert text.startswith(f"{name}: got shape (5,), expected (4, ...)")
+    for text in run_ranks(2, told, name, (4, 5), seconds=10):
+        assert text.startswith(f"{name}: group: its ranks disagree (x's shape: rank 0 has (4,), rank 1 has (5,))")
+
+
 def refused(rank: int, size: int) -> None:
     with parallel(cp=size):
         gpt, ids = build_gpt(hf_config("qwen2")), torch.arange(8)[None]

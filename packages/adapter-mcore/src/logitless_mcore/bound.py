@@ -120,7 +120,7 @@ class McoreForward:
                     "loss_fn: got one for a contiguous shard, whose tokens other ranks score too; shard it zigzag"
                 )
             swap = Exchange.of(batch, ranks.cp_group)
-            of_tokens = {"temperature": swap.inward(temperature), "labels": swap.inward(labels)}
+            of_tokens = {n: swap.inward(n, x) for n, x in (("temperature", temperature), ("labels", labels))}
             out = self(swap.run, **of_tokens, multi_modal_inputs=multi_modal_inputs, mtp=mtp, **plain)
             return swap.outward(out) if is_last_stage(self.model) else out
         _check_positions(self.model, batch)

@@ -7,6 +7,7 @@ Shape suffixes: P tokens of a rank's shard, T of the whole batch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from logitless import PackedBatch
+from logitless.errors import InvalidInputError
 from logitless_mcore.outputs import CausalLMOutputForPPO
 
 __all__ = ["Exchange"]
@@ -28,18 +30,31 @@ def _cut(whole: Tensor, shard: PackedBatch) -> Tensor:
     return whole.index_select(0, uncut.shard(*shard.shard_of).input_ids)
 
 
+def _moved(parts: Sequence[Tensor], source: PackedBatch, target: PackedBatch, group: Any) -> list[Tensor]:
+    """[P, ...] each of one shard's tokens to those of the other, in one collective."""
+    columns = [x.unsqueeze(-1).flatten(1) for x in parts]
+    moved = _cut(source.gather(torch.cat(columns, 1), group), target)
+    split = torch.split(moved, [x.shape[1] for x in columns], 1)
+    return [y.clone().view(x.shape).to(x.dtype) for x, y in zip(parts, split, strict=True)]
+
+
 class _Moved(Function):
-    """[P, ...] of one shard's tokens to those of the other; the gradient goes back to the rank that has the token."""
+    """`_moved`; the gradient goes back to the rank that has the token.
+
+    Of all parts at once: a rank whose loss leaves one out would not come to a collective of that one's own.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, source: PackedBatch, target: PackedBatch, group: Any) -> Tensor:
+    def forward(ctx: Any, source: PackedBatch, target: PackedBatch, group: Any, *parts: Tensor) -> tuple[Tensor, ...]:
         ctx.way = (target, source, group)
-        return _cut(source.gather(x, group), target)
+        found = _moved(parts, source, target, group)
+        needs = ctx.needs_input_grad[3:]
+        ctx.mark_non_differentiable(*(y for y, needed in zip(found, needs, strict=True) if not needed))
+        return tuple(found)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        source, target, group = ctx.way
-        return _cut(source.gather(grads[0].contiguous(), group), target), None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, None, *_moved(grads, *ctx.way)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,17 +80,21 @@ class Exchange:
         )
         return cls(given, whole.shard(group.rank(), group.size()), group)
 
-    def inward(self, x: Any) -> Any:
+    def inward(self, name: str, x: Any) -> Any:
         """[P, ...] of what was given, without gradient; a number is the same for all."""
-        return _cut(self.given.gather(x.detach(), self.group), self.run) if isinstance(x, Tensor) and x.ndim else x
+        if not isinstance(x, Tensor) or not x.ndim:
+            return x
+        try:
+            return _cut(self.given.gather(x.detach(), self.group), self.run)
+        except InvalidInputError as error:  # on all ranks; if one checked by itself before, the others would wait for it
+            raise InvalidInputError(f"{name}: {str(error).removeprefix('x: ')}") from error
 
     def outward(self, out: CausalLMOutputForPPO) -> CausalLMOutputForPPO:
         """What was computed of the tokens that ran, for those that were given."""
-
-        def moved(x: Tensor) -> Tensor:
-            found: Tensor = _Moved.apply(x, self.run, self.given, self.group)  # type: ignore[no-untyped-call]
-            return found
-
-        of_tokens = {name: getattr(out, name) for name in ("log_probs", "entropy", "values")}
-        stats = None if out.stats is None else {name: moved(x) for name, x in out.stats.items()}
-        return replace(out, stats=stats, **{name: moved(x) for name, x in of_tokens.items() if x is not None})
+        scores = {name: getattr(out, name) for name in ("log_probs", "entropy", "values")}
+        scores = {name: x for name, x in scores.items() if x is not None}
+        stats = dict(out.stats or {})
+        moved = _Moved.apply(self.run, self.given, self.group, *scores.values(), *stats.values())  # type: ignore[no-untyped-call]
+        found = dict(zip((*scores, *stats), moved, strict=True))
+        own = None if out.stats is None else {name: found[name] for name in stats}
+        return replace(out, stats=own, **{name: found[name] for name in scores})
