@@ -86,7 +86,7 @@ class Exchange:
             return x
         try:
             return _cut(self.given.gather(x.detach(), self.group), self.run)
-        except InvalidInputError as error:  # on all ranks; if one checked by itself before, the others would wait for it
+        except InvalidInputError as error:  # on all ranks; one that checked ahead would leave the others waiting
             raise InvalidInputError(f"{name}: {str(error).removeprefix('x: ')}") from error
 
     def outward(self, out: CausalLMOutputForPPO) -> CausalLMOutputForPPO:
