@@ -55,8 +55,18 @@ def _digest() -> str:
     return sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 
 
-def _sample(work: Path, count: int) -> dict[str, Any]:
-    """The sample and what it was drawn from; drawn once for a work folder, and on, if more are asked for."""
+def _since(commit: str, kinds: str) -> list[str]:
+    """The modules that are new ("A") or changed ("M") since a commit."""
+    command = ["git", "diff", "--name-only", "--no-renames", f"--diff-filter={kinds}", commit, "--", *SOURCES]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    return [path for path in found if path.endswith(".py")]
+
+
+def _sample(work: Path, count: int, report: bool) -> dict[str, Any]:
+    """The sample and what it was drawn from; drawn once for a work folder, and on, if more are asked for.
+
+    Only a report may be made of sources that are others by now: it says so.
+    """
     file = work / "sample.json"
     if not file.exists() or len(json.loads(file.read_text("utf-8"))["mutants"]) < count:
         print("listing all places ...", flush=True)
@@ -74,7 +84,7 @@ def _sample(work: Path, count: int) -> dict[str, Any]:
         }
         file.write_text(json.dumps(found, indent=1), "utf-8")
     found = json.loads(file.read_text("utf-8"))
-    if found["digest"] != _digest():
+    if found["digest"] != _digest() and not report:
         raise SystemExit(f"the sources are not those that {file} was drawn from: go back to them or empty {work}")
     return dict(found)
 
@@ -183,7 +193,7 @@ def main() -> int:
     asked = parser.parse_args()
     work: Path = asked.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
-    sample = _sample(work, asked.count)
+    sample = _sample(work, asked.count, asked.report)
     mutants = [Mutant(**fields) for fields in sample["mutants"]]
     results_file = work / "results.json"
     results: dict[str, Any] = json.loads(results_file.read_text("utf-8")) if results_file.exists() else {}
@@ -206,7 +216,10 @@ def main() -> int:
         alive = {at: m for at, m in chosen.items() if results[str(at)]["ending"] == "alive" and m.key not in explained}
         _round(work, asked.jobs, False, alive, results)
         _control(work, results)
-    (ROOT / "docs/mutation.md").write_text(page(sample, mutants, results, explained, SECOND, gaps), "utf-8")
+    new, changed = (_since(sample["commit"], kinds) for kinds in "AM")
+    (ROOT / "docs/mutation.md").write_text(
+        page(sample, mutants, results, explained, SECOND, gaps, new, len(changed)), "utf-8"
+    )
     killed, unexplained = score(mutants, results, explained)
     print(f"{killed:.1%} killed of what is not equivalent; {unexplained} survivors not explained")
     return int(killed < 0.95 or unexplained > 0)
