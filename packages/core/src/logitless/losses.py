@@ -17,9 +17,9 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from logitless.collectives import all_reduce
 from logitless.errors import InvalidInputError
 from logitless.packing import IGNORE_INDEX, PackedBatch
 
@@ -200,7 +200,7 @@ def count_tokens(batches: Iterable[PackedBatch], group: Any = None) -> int:
     counts = [(batch.labels != IGNORE_INDEX).sum() for batch in batches]
     total = torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.int64)
     if group is not None:
-        dist.all_reduce(total, group=group)
+        all_reduce(total, group)
     return int(total)
 
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from logitless.collectives import all_reduce, all_reduce_max
 from logitless.errors import InputTypeError, InvalidInputError
 
 __all__ = ["RATIO_INTERVAL", "Mismatch", "rollout_mismatch"]
@@ -118,8 +118,8 @@ def rollout_mismatch(
     )
     largest = delta.abs().max() if delta.numel() else delta.new_zeros(())
     if group is not None:
-        dist.all_reduce(sums, group=group)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+        all_reduce(sums, group)
+        all_reduce_max(largest, group)
     tokens, sum_delta, sum_abs, sum_k3, out, most = torch.cat([sums, largest.view(1)]).tolist()
     if not sum_abs < float("inf"):
         raise InvalidInputError(

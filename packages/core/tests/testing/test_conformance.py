@@ -113,7 +113,7 @@ def test_what_is_refused_must_be_refused() -> None:
     arguments: dict[str, Any] = {"dtype": torch.float32, "option": "bias", "tokens": 5}
     with installed(Refuses(), alone=True), pytest.raises(pytest.skip.Exception):
         Conformance().test_options(**arguments)
-    with installed(Broken(), alone=True), pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
+    with installed(Broken(), alone=True), pytest.raises(pytest.fail.Exception, match="the call was served"):
         Conformance().test_options(**arguments)
 
 
@@ -135,5 +135,5 @@ def test_a_feature_that_is_not_named_must_be_refused(
     with pytest.raises(pytest.skip.Exception, match="and says so"):
         run_check(name, Plain, arguments)
     monkeypatch.setattr(_registry, "_lacks", lambda backend, request: None)
-    with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
+    with pytest.raises(pytest.fail.Exception, match="the call was served"):
         run_check(name, Plain, arguments)

@@ -100,9 +100,10 @@ class EdgeChecks(ConformanceChecks, kit=True):
             example = self.example(dtype, 50, std=std, ignored=False)
             out = self.run(example).scores
             top = torch.tensor(float(self.sizes[1]), dtype=torch.float64).log().to(out.log_probs.dtype)
-            expect(bool((out.log_probs <= 0).all()), f"log_prob above 0 at std {std}")
+            expect(bool((out.log_probs <= 0).all()), f"log_prob: got {out.log_probs.max()} at std {std}, expected <= 0")
             entropy = entropy_of(out).cpu()
-            expect(bool(((entropy >= 0) & (entropy <= top)).all()), f"entropy outside of [0, log V] at std {std}")
+            told = f"entropy: got {entropy.min()} to {entropy.max()} at std {std}, expected 0 to log V, {top}"
+            expect(bool(((entropy >= 0) & (entropy <= top)).all()), f"{told}; clamp it")
 
     @pytest.mark.parametrize("offset", [1e4, -1e4, -30.0])
     def test_common_offset(self, dtype: torch.dtype, offset: float) -> None:

@@ -59,7 +59,10 @@ def _check_score(name: str, got: Tensor, truth: Tensor, example: Example) -> Non
     live = example.live.any(-1) if example.live.ndim > got.ndim else example.live
     dead = got.detach().masked_select(~live)
     if dead.count_nonzero():
-        raise AssertionError(f"{name}: got {dead.tolist()} for ignored tokens, expected exactly 0")
+        raise AssertionError(
+            f"{name}: got {dead[dead != 0][0]:.9g} for an ignored token ({dead.count_nonzero()} of {dead.numel()} are "
+            "not 0), expected exactly 0"
+        )
     value, bound = got.detach().double(), _score_bound(example, truth)
     wrong = live & ~((value - truth).abs() <= bound) & (value != truth)
     if wrong.any():
