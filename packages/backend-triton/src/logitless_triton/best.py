@@ -101,22 +101,26 @@ def _of_rows(held: Held, rows: Rows, k: int) -> tuple[Tensor, Tensor, Tensor]:
     return whole[:2, :m], value, ids.where(ids == LAST, ids + work.problem.vocab_start)
 
 
+def _ranked(held: Held, rows: Rows, k: int) -> tuple[Tensor, Tensor]:
+    """Of a block of rows: all ranks' largest, in order; ids and log-probs [m, k]."""
+    (top, total), value, ids = _of_rows(held, rows, k)
+    group = held.work.problem.group
+    if group is not None:
+        value, ids = (gather_stacked(x, group).transpose(0, 1).flatten(1) for x in (value, ids))
+    ids, order = ids.sort(1)
+    value, by_value = value.gather(1, order).sort(dim=1, descending=True, stable=True)
+    value, ids = value[:, :k], ids.gather(1, by_value[:, :k])
+    missing = ids == LAST  # a row of NaN
+    value, ids = value.masked_fill(missing, math.nan), ids.masked_fill(missing, 0)
+    below = (value - top.unsqueeze(1)) * (rows.f * math.log(2.0)).unsqueeze(1)
+    return ids, (below - (total - 1.0).log1p().unsqueeze(1)).clamp(max=0.0) + 0.0
+
+
 def top_k_log_probs(problem: Problem, k: int) -> tuple[Tensor, Tensor]:
     """Ids [n, k] and log-probs [n, k] of the k largest logits, largest first; of equal ones the lowest id first."""
     work = Work(problem)
-    held = Held(work)
+    held = Held(work, k)
     id_nk, log_prob_nk = work.empty(work.n, k, dtype=torch.int64), work.empty(work.n, k)
     for start, stop in held.spans():
-        rows = work.rows(start, stop)
-        (top, total), value, ids = _of_rows(held, rows, k)
-        if problem.group is not None:
-            value, ids = (gather_stacked(x, problem.group).transpose(0, 1).flatten(1) for x in (value, ids))
-        ids, order = ids.sort(1)
-        value, by_value = value.gather(1, order).sort(dim=1, descending=True, stable=True)
-        value, ids = value[:, :k], ids.gather(1, by_value[:, :k])
-        missing = ids == LAST  # a row of NaN
-        value, ids = value.masked_fill(missing, math.nan), ids.masked_fill(missing, 0)
-        below = (value - top.unsqueeze(1)) * (rows.f * math.log(2.0)).unsqueeze(1)
-        log_prob_nk[start:stop] = (below - (total - 1.0).log1p().unsqueeze(1)).clamp(max=0.0) + 0.0
-        id_nk[start:stop] = ids
+        id_nk[start:stop], log_prob_nk[start:stop] = _ranked(held, work.rows(start, stop), k)
     return id_nk, log_prob_nk

@@ -39,12 +39,16 @@ def needs_logits(problem: Problem) -> bool:
 
 
 class Held:
-    """Logits of up to so many rows, in whole tiles; what lies beyond the vocabulary is anything."""
+    """Logits of up to so many rows, in whole tiles; what lies beyond the vocabulary is anything.
 
-    def __init__(self, work: Work) -> None:
+    `best` is how many of a row's largest logits are looked for, 0 where they are not.
+    """
+
+    def __init__(self, work: Work, best: int = 0) -> None:
         p, width = work.problem, work.config.forward.columns
         self.work, self.width = work, width
-        self.chunk = held_rows(work.n, p.vocab_size, width, p.workspace_bytes)
+        everyones = best if p.group is None else best * p.group.size()
+        self.chunk = held_rows(work.n, p.vocab_size, width, p.workspace_bytes, everyones)
         self.tiles = ceil_div(work.head.valid, width)
         self.buffer = work.empty(min(self.chunk, work.n), self.tiles * width)
 

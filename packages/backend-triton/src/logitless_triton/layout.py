@@ -109,13 +109,16 @@ def single_pass_chunk(
     return min(most, max(16, -(-each // 128) * 128)), True
 
 
-def held_rows(n: int, vocab_size: int, width: int, workspace_bytes: int) -> int:
+def held_rows(n: int, vocab_size: int, width: int, workspace_bytes: int, best: int = 0) -> int:
     """Tokens whose logits, with what is found among them, fit the workspace; one at least, chunks of nearly one size.
 
-    `vocab_size` is of all ranks, which must chunk alike.
+    Args:
+        vocab_size: of all ranks, which must chunk alike.
+        best: of a token, how many of its largest logits all ranks together hold.
     """
     tiles = (vocab_size + width - 1) // width
     row = tiles * (4 * width + 12 + 4) + 512  # logits, partial statistics, a list of tiles, and a token's numbers
+    row += 64 * best  # ids and values, and both in order: 53 bytes of each, counted
     fit = max(1, min(CHUNK, (workspace_bytes - 16 * 12 * tiles) // row))
     grain = 128 if fit >= 128 else 16 if fit >= 16 else 1  # a tile's rows, and what addresses are aligned to
     most = fit // grain * grain

@@ -31,7 +31,7 @@ class Plan:
     """How a call on one rank is cut; columns are vocab rows of the rank's weight, all taken for real ones."""
 
     tiles: Config
-    forward_tokens: int  # whose partial statistics, and with `holds` logits, are held at a time
+    forward_tokens: int  # whose partial statistics, and with `holds` logits, are held at a time; at a large k, fewer
     holds: bool  # for a kept set, several labels, further statistics or the most likely tokens
     kept: str  # "nothing", "differences" (both gradients), "exponentials" (entropy_grad=False)
     kept_bytes: int

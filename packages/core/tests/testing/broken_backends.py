@@ -291,6 +291,26 @@ class InChunks(ReferenceBackend):
             del found, grad
         return Gradients(**total)
 
+    def top_k_log_probs(self, problem: Problem, k: int) -> tuple[Tensor, Tensor]:
+        tokens = self._each(problem)
+        n, like = len(tokens), problem.hidden
+        ids = torch.empty(n, k, dtype=torch.int64, device=like.device)
+        log_probs = torch.empty(n, k, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
+        for i, token in enumerate(tokens):
+            ids[i], log_probs[i] = (x[0] for x in super().top_k_log_probs(token, k))
+        return ids, log_probs
+
+
+class RanksAllTokensAtOnce(InChunks):
+    """Within bounds where k is small."""
+
+    name = "broken"
+
+    def top_k_log_probs(self, problem: Problem, k: int) -> tuple[Tensor, Tensor]:
+        ids, log_probs = super().top_k_log_probs(problem, k)
+        log_probs, order = log_probs.sort(dim=1, descending=True, stable=True)
+        return ids.gather(1, order), log_probs
+
 
 def breaks_ties(problem: Problem) -> Problem:
     steps = 1e-6 * torch.arange(len(problem.weight), device=problem.weight.device)
@@ -382,6 +402,7 @@ DEFECTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "test_several_labels": (forward(first_label_of_all), {"head": "plain", "kept": {}}),
     "test_stats": (forward(stats_in_another_order), {}),
     "test_top_k_log_probs": (HighestIdFirst, {}),
+    "test_temporary_memory_of_top_k_log_probs_is_bounded": (RanksAllTokensAtOnce, {"k": 300}),
     "test_scores_of_nothing": (backward(nan_for_nothing), {}),
     "test_any_call": (forward(below_zero), {}),
     "test_shift": (forward(overflows), {}),
@@ -393,5 +414,8 @@ DEFECTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "test_logit_gradients_sum_to_zero": (backward(lifted_bias), {}),
     "test_memory_changes_nothing": (forward(kept_counts), {}),
 }
-GOOD: dict[str, type[ReferenceBackend]] = {"test_temporary_memory_is_bounded": InChunks}
+GOOD: dict[str, type[ReferenceBackend]] = {
+    "test_temporary_memory_is_bounded": InChunks,
+    "test_temporary_memory_of_top_k_log_probs_is_bounded": InChunks,
+}
 """What passes a check that the reference itself does not."""

@@ -17,6 +17,7 @@ from logitless import _registry, reference
 from logitless.testing._conformance import OPTIONS, ConformanceChecks, entropy_of
 from logitless.testing._kit import expect, same
 from logitless.testing.example import Example
+from logitless.testing.memory import MemoryTracker
 from logitless.testing.tolerance import check_results, check_scores
 from logitless.types import STATS, TokenLogProbs
 
@@ -128,6 +129,16 @@ class FeatureChecks(ConformanceChecks, kit=True):
             for i in range(k):
                 right = want[:, i].masked_fill(dead[:, 0], 0.0)
                 check_scores(TokenLogProbs(log_probs[:, i], None), case, TokenLogProbs(right, None))
+
+    @pytest.mark.parametrize("k", [5, 300])
+    def test_temporary_memory_of_top_k_log_probs_is_bounded(self, dtype: torch.dtype, k: int) -> None:
+        """Besides ids, log-probs and a few numbers of each token: `workspace_bytes`, whatever k is."""
+        tokens, workspace_bytes = 60, 1 << 18
+        example = self.example(dtype, tokens, vocab=512, hidden_size=16, ignored=False)
+        with torch.no_grad(), MemoryTracker() as memory:
+            ids, log_probs = self._best(example, k, workspace_bytes)
+        allowed = workspace_bytes + tokens * 8 * 32 + ids.nbytes + log_probs.nbytes
+        expect(memory.peak_bytes <= allowed, f"k={k} held {memory.peak_bytes} bytes, allowed {allowed}")
 
     def _best(self, example: Example, k: int, workspace_bytes: int) -> tuple[Tensor, Tensor]:
         return self.attempt(
