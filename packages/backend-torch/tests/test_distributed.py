@@ -444,7 +444,7 @@ def test_gather_of_shards_that_do_not_belong_together(monkeypatch: pytest.Monkey
         "batch": differs + "padded lengths: rank 0 has (8, 4), rank 1 has (4, 8)",
         "scheme": differs + "scheme: rank 0 has zigzag, rank 1 has contiguous",
         "all": "InvalidInputError: x: got shape (5,), expected (6, ...)",
-        "rank": "InvalidInputError: group: this is its rank",
+        "rank": differs + "shard: rank 0 has that of rank 1, rank 1 has that of rank 0",
         "size": "InvalidInputError: group: has 2 ranks, expected the shard's 4",
         "good": "no error",
     }
