@@ -73,6 +73,6 @@ def plot_mismatch(
         f"{of.share_outside:.2%} of ratios outside [{RATIO_INTERVAL[0]}, {RATIO_INTERVAL[1]}]",
         fontsize="medium",
     )
-    right.legend()
+    right.legend(loc="upper right")  # "best" looks at every point, and matplotlib warns of it
     figure.savefig(target, format="png", dpi=120)
     return of
