@@ -129,7 +129,10 @@ def test_a_shallow_clone_says_so(root: Path, tmp_path: Path, capsys: pytest.Capt
     assert gate(shallow, capsys)[0] == 1
 
 
-def test_outside_of_git_it_reads_the_changelogs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_outside_of_git_it_reads_the_changelogs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))  # which may be in a repository, as nox's is
     write(tmp_path, "lib")
     code, said = gate(tmp_path, capsys)
     assert (code, said) == (0, "lib 0.1.0: not in a git repository, so nothing to compare with\n")
