@@ -336,7 +336,7 @@ def gpu2(session: nox.Session) -> None:
 @nox.session(default=False)
 def bench(session: nox.Session) -> None:
     """Runs one benchmark: `nox -s bench -- op [options of logitless bench]`, or a script in benchmarks/ by its name."""
-    scripts = sorted({path.stem for path in (ROOT / "benchmarks").glob("*.py")} - {"tables"})
+    scripts = sorted({path.stem for path in (ROOT / "benchmarks").glob("*.py")} - {"tables", "plain_megatron"})
     if not session.posargs or session.posargs[0] not in ("op", *scripts):
         session.error(f"name one of: op, {', '.join(scripts)}")
     install(session, ["core", "torch", "triton", "hf"], "trl==1.16.*", "peft")

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
+from plain_megatron import PLAIN
 from torch import Tensor
 
 import logitless
@@ -52,17 +53,7 @@ def build(shape: str, device: torch.device) -> Any:
         num_attention_heads=heads,
         num_query_groups=groups,
         ffn_hidden_size=ffn,
-        normalization="RMSNorm",
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False,
-        bias_dropout_fusion=False,
-        apply_rope_fusion=False,
-        persist_layer_norm=False,
+        **PLAIN,
         use_cpu_initialization=device.type == "cpu",
         params_dtype=torch.bfloat16,
         bf16=True,

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from plain_megatron import PLAIN
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
@@ -248,18 +249,8 @@ def gpt_model(args: argparse.Namespace, dtype: torch.dtype, device: torch.device
         num_query_groups=hf.num_key_value_heads,
         ffn_hidden_size=hf.intermediate_size,
         layernorm_epsilon=hf.rms_norm_eps,
-        normalization="RMSNorm",
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
+        **PLAIN,
         add_qkv_bias=True,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False,
-        bias_dropout_fusion=False,
-        apply_rope_fusion=False,
-        persist_layer_norm=False,
         use_cpu_initialization=True,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
