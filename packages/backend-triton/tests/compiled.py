@@ -15,7 +15,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from logitless_triton import best, candidates, dz, forward, kl, threshold
+from logitless_triton import best, candidates, dz, forward, kl_kernels, threshold
 from logitless_triton.config import Device, Tile, config_for
 from logitless_triton.layout import LOGITS
 
@@ -90,14 +90,19 @@ def main() -> None:
         types = multiplying(tile, tile.columns // 2, "out")
         found[f"dz, several={several}"] = compiled(dz._recompute_kernel, constants, tile.warps, tile.stages, **types)
     tile = Tile(128, 128, 64, warps=8, stages=3, per_sm=1)
-    for mode, kind in ((kl.STATISTICS, kl.REVERSE), (kl.MIXTURE, kl.JSD), (kl.DZ, kl.JSD)):
+    for mode, kind in (
+        (kl_kernels.STATISTICS, kl_kernels.REVERSE),
+        (kl_kernels.MIXTURE, kl_kernels.JSD),
+        (kl_kernels.DZ, kl_kernels.JSD),
+    ):
         constants = {**PLAIN, **{f"ref_{name}": None for name in ("bias", "lora_u", "lora_b")}, **tiled(tile)}
-        constants |= {"REF_BK": tile.depth, "REF_BR": 16, "REF_SOFTCAP": False, "REF_NEGATE": False, "MODE": mode}
-        constants |= {"KIND": kind, "TMA": True, "REF_TMA": True, "OUT_TMA": mode == kl.DZ, "OUT_TYPE": tl.bfloat16}
+        constants |= {"REF_BR": 16, "REF_SOFTCAP": False, "REF_NEGATE": False, "MODE": mode, "KIND": kind, "WIDER": 0}
+        constants |= {"TMA": True, "REF_TMA": True, "OUT_TMA": mode == kl_kernels.DZ, "OUT_TYPE": tl.bfloat16}
+        constants |= {"FLATTEN": True}
         types = multiplying(tile, tile.columns // 2, "out")
-        if mode != kl.DZ:
+        if mode != kl_kernels.DZ:
             types["out"] = "*fp32"
-        found[f"kl, mode={mode}"] = compiled(kl._kl_kernel, constants, tile.warps, tile.stages, **types)
+        found[f"kl, mode={mode}"] = compiled(kl_kernels.kl_kernel, constants, tile.warps, tile.stages, **types)
     print(json.dumps(found))
 
 

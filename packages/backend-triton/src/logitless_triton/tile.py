@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-__all__ = ["FLOOR", "LN2", "ceil_div", "descriptor", "halves", "place", "raw_logits"]
+__all__ = ["FLOOR", "LN2", "ceil_div", "descriptor", "halves", "pair_logits", "place", "raw_logits"]
 
 LN2 = 0.6931471805599453
 FLOOR = tl.constexpr(-16384.0)  # 2^FLOOR is 0, FLOOR fits fp16, and 0·FLOOR is 0 where 0·(−inf) would be NaN
@@ -103,6 +103,48 @@ def raw_logits(
             acc = tl.dot(a, b.T, acc, input_precision="ieee")
             h_ptrs += BK * stride_hd
             w_ptrs += BK * stride_wd
+    return _finished(
+        acc,
+        bias,
+        lora_u,
+        lora_b,
+        rows,
+        cols,
+        N,
+        V,
+        R,
+        pre,
+        stride_un,
+        stride_ur,
+        stride_bv,
+        stride_br,
+        BR,
+        SOFTCAP,
+        NEGATE,
+    )
+
+
+@triton.jit
+def _finished(
+    acc,
+    bias,
+    lora_u,
+    lora_b,
+    rows,
+    cols,
+    N,
+    V,
+    R,
+    pre,
+    stride_un,
+    stride_ur,
+    stride_bv,
+    stride_br,
+    BR: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    NEGATE: tl.constexpr,
+):
+    """x of h·W."""
     if lora_u is not None:
         rs = tl.arange(0, BR)
         for r in range(0, R, BR):
@@ -122,6 +164,177 @@ def raw_logits(
     elif NEGATE:
         acc = -acc
     return acc
+
+
+@triton.jit
+def pair_logits(
+    h,
+    w,
+    bias,
+    lora_u,
+    lora_b,
+    ref_h,
+    ref_w,
+    ref_bias,
+    ref_lora_u,
+    ref_lora_b,
+    row0,
+    col0,
+    N,
+    V,
+    D,
+    R,
+    ref_D,
+    ref_R,
+    pre,
+    ref_pre,
+    stride_hn,
+    stride_hd,
+    stride_wv,
+    stride_wd,
+    stride_un,
+    stride_ur,
+    stride_bv,
+    stride_br,
+    ref_stride_hn,
+    ref_stride_hd,
+    ref_stride_wv,
+    ref_stride_wd,
+    ref_stride_un,
+    ref_stride_ur,
+    ref_stride_bv,
+    ref_stride_br,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    BR: tl.constexpr,
+    REF_BR: tl.constexpr,
+    TMA: tl.constexpr,
+    REF_TMA: tl.constexpr,
+    WIDER: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    NEGATE: tl.constexpr,
+    REF_SOFTCAP: tl.constexpr,
+    REF_NEGATE: tl.constexpr,
+):
+    """x of two heads' tile, each [BM, BN]: where both have descriptors one loop loads for both.
+
+    WIDER: 1 or 2 where the first or the second takes more steps through D than the other, else 0.
+    """
+    if TMA and REF_TMA:
+        rows = row0 + tl.arange(0, BM)
+        cols = col0 + tl.arange(0, BN)
+        x = tl.full((BM, BN), 0.0, tl.float32)
+        y = tl.full((BM, BN), 0.0, tl.float32)
+        steps = (D + BK - 1) // BK
+        ref_steps = (ref_D + BK - 1) // BK
+        for k in range(ref_steps if WIDER == 1 else steps):  # a descriptor reads 0 beyond D
+            x = tl.dot(h.load([row0, k * BK]), w.load([col0, k * BK]).T, x, input_precision="ieee")
+            y = tl.dot(ref_h.load([row0, k * BK]), ref_w.load([col0, k * BK]).T, y, input_precision="ieee")
+        if WIDER == 1:
+            for k in range(ref_steps, steps):
+                x = tl.dot(h.load([row0, k * BK]), w.load([col0, k * BK]).T, x, input_precision="ieee")
+        if WIDER == 2:
+            for k in range(steps, ref_steps):
+                y = tl.dot(ref_h.load([row0, k * BK]), ref_w.load([col0, k * BK]).T, y, input_precision="ieee")
+        x = _finished(
+            x,
+            bias,
+            lora_u,
+            lora_b,
+            rows,
+            cols,
+            N,
+            V,
+            R,
+            pre,
+            stride_un,
+            stride_ur,
+            stride_bv,
+            stride_br,
+            BR,
+            SOFTCAP,
+            NEGATE,
+        )
+        y = _finished(
+            y,
+            ref_bias,
+            ref_lora_u,
+            ref_lora_b,
+            rows,
+            cols,
+            N,
+            V,
+            ref_R,
+            ref_pre,
+            ref_stride_un,
+            ref_stride_ur,
+            ref_stride_bv,
+            ref_stride_br,
+            REF_BR,
+            REF_SOFTCAP,
+            REF_NEGATE,
+        )
+    else:
+        y = raw_logits(
+            ref_h,
+            ref_w,
+            ref_bias,
+            ref_lora_u,
+            ref_lora_b,
+            row0,
+            col0,
+            N,
+            V,
+            ref_D,
+            ref_R,
+            ref_pre,
+            ref_stride_hn,
+            ref_stride_hd,
+            ref_stride_wv,
+            ref_stride_wd,
+            ref_stride_un,
+            ref_stride_ur,
+            ref_stride_bv,
+            ref_stride_br,
+            BM,
+            BN,
+            BK,
+            REF_BR,
+            REF_TMA,
+            REF_SOFTCAP,
+            REF_NEGATE,
+        )
+        x = raw_logits(
+            h,
+            w,
+            bias,
+            lora_u,
+            lora_b,
+            row0,
+            col0,
+            N,
+            V,
+            D,
+            R,
+            pre,
+            stride_hn,
+            stride_hd,
+            stride_wv,
+            stride_wd,
+            stride_un,
+            stride_ur,
+            stride_bv,
+            stride_br,
+            BM,
+            BN,
+            BK,
+            BR,
+            TMA,
+            SOFTCAP,
+            NEGATE,
+        )
+    return x, y
 
 
 @triton.jit
