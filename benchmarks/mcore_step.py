@@ -45,7 +45,7 @@ DISTS = ("logitless", "logitless-torch", "logitless-triton", "logitless-mcore", 
 SAMPLED = 256  # tokens of the gate's fp32 logits
 
 
-def build(shape: str, device: torch.device) -> Any:
+def build(shape: str, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Any:
     layers, hidden, ffn, heads, groups, vocab = SHAPES[shape]
     config = TransformerConfig(
         num_layers=layers,
@@ -55,8 +55,8 @@ def build(shape: str, device: torch.device) -> Any:
         ffn_hidden_size=ffn,
         **PLAIN,
         use_cpu_initialization=device.type == "cpu",
-        params_dtype=torch.bfloat16,
-        bf16=True,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
     )
     gpt = GPTModel(
         config=config,
@@ -67,7 +67,7 @@ def build(shape: str, device: torch.device) -> Any:
         share_embeddings_and_output_weights=True,
         parallel_output=True,
     )
-    gpt = keep_rotary_on_device(gpt.to(device, torch.bfloat16))
+    gpt = keep_rotary_on_device(gpt.to(device, dtype))
     with torch.no_grad():
         gpt.embedding.word_embeddings.weight.mul_(4.0)  # logits that are not all alike
     return gpt
@@ -150,7 +150,7 @@ def packed(batch: PackedBatch) -> Any:
     return Arrangement(batch, "thd", Ranks()).params
 
 
-def gate(gpt: Any, batch: PackedBatch, runs: dict[str, Callable[[], Any]]) -> dict[str, float]:
+def gate(gpt: Any, shape: str, batch: PackedBatch, runs: dict[str, Callable[[], Any]]) -> dict[str, float]:
     """Errors of the fused path; stops here where it does not hold."""
     names = ("embedding.word_embeddings.weight", "decoder.layers.0.self_attention.linear_qkv.weight")
     kept: dict[str, tuple[Tensor, list[Tensor]]] = {}
@@ -173,15 +173,23 @@ def gate(gpt: Any, batch: PackedBatch, runs: dict[str, Callable[[], Any]]) -> di
         for name, (x, _) in kept.items()
     }
     with torch.no_grad():
-        rows = make_forward(gpt, "bshd")(batch, temperature=TEMPERATURE).log_probs
-    apart = (rows - kept["fused"][0])[live].abs()  # another attention kernel, in bf16 through all layers
-    found["log_probs, packed against padded rows, mean"] = float(apart.mean())
+        padded = make_forward(gpt, "bshd")(batch, temperature=TEMPERATURE).log_probs
+        wide = build(shape, batch.input_ids.device, torch.float32)
+        wide.load_state_dict(gpt.state_dict())
+        exact = make_forward(wide, "thd")(batch, temperature=TEMPERATURE).log_probs
+        del wide
+    # Two attention kernels, each rounding to bf16 in all layers: packed rows may not be the worse for it.
+    packed_off, padded_off = ((x - exact)[live].abs().mean() for x in (kept["fused"][0], padded))
+    found["log_probs, padded rows against an fp32 model, mean"] = float(padded_off)
+    found["log_probs, packed rows against an fp32 model, mean"] = float(packed_off)
     for one, a, b in zip(names, kept["fused"][1], kept["logits"][1], strict=True):
         found[f"gradient of {one}, fused against logits"] = float((a - b).float().norm() / b.float().norm())
     if not torch.equal(kept["fused"][0], kept["fused, single pass"][0]):
         raise SystemExit("the single pass has other log_probs; not timed")
     for key, value in found.items():
         bound = 1e-3 if "fp64" in key and "fused" in key else 0.5 if "fp64" in key else 0.05
+        if "fp32" in key:
+            bound = 1.25 * float(padded_off)
         if not value <= bound:
             raise SystemExit(f"{key}: {value}, expected at most {bound}; not timed")
     return found
@@ -239,7 +247,7 @@ def run_benchmark(args: argparse.Namespace, device: torch.device) -> dict[str, A
     g, e = (torch.randn(2, len(batch.labels), generator=generator) / len(batch.labels)).to(device)
     live = batch.labels != -100
     runs = candidates(gpt, batch, nested, g * live, 0.1 * e * live)
-    errors = gate(gpt, batch, runs)
+    errors = gate(gpt, args.shape, batch, runs)
     chosen = {name: run for name, run in runs.items() if not args.runs or name in args.runs}
     card = torch.cuda.get_device_name() if device.type == "cuda" else platform.machine()
     return {
