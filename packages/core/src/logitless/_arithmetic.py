@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -41,13 +41,17 @@ def _plain_products(undo: ExitStack) -> None:
 
 
 def _whole_sums(undo: ExitStack) -> None:
-    """cuBLAS sums half-precision products in float32 throughout."""
-    matmul: Any = torch.backends.cuda.matmul
+    """cuBLAS sums half-precision products in float32 throughout.
+
+    Not through `torch.backends.cuda.matmul`, whose Python took longer than all else here: this is done at every call.
+    """
     for name in _SHORT_SUMS:
-        if getattr(matmul, name, False):
-            split = getattr(matmul, f"{name}_split_k", True)
-            undo.callback(setattr, matmul, name, True if split else (True, False))
-            setattr(matmul, name, False)
+        before = getattr(torch._C, f"_get_cublas_{name}")()
+        allowed, *split = before if isinstance(before, tuple) else (before,)
+        if allowed:
+            change = getattr(torch._C, f"_set_cublas_{name}")
+            undo.callback(change, allowed, *split)
+            change(False, *split)
 
 
 class _Settings:
@@ -87,10 +91,11 @@ def plain_arithmetic(device: torch.device) -> Iterator[None]:
 
     The device is made the current one: a kernel is launched there, wherever its tensors are.
     """
-    with _products, ExitStack() as stack:
-        if device.type == "cuda":
-            stack.enter_context(torch.cuda.device(device))
-            stack.enter_context(_sums)
-        if torch.is_autocast_enabled(device.type):
-            stack.enter_context(torch.autocast(device.type, enabled=False))
-        yield
+    kind = device.type
+    autocast = torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+    if kind == "cuda":
+        with _products, torch.cuda.device(device), _sums, autocast:
+            yield
+    else:
+        with _products, autocast:
+            yield

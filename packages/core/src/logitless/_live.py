@@ -5,6 +5,8 @@ It is the one device-to-host copy of a validated call. Between the question and 
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
@@ -88,7 +90,7 @@ class Live:
         assert self._known is not None
         return self._known
 
-    @property
+    @cached_property
     def indices(self) -> Tensor | None:
         """[n] ascending indices of the live tokens; None where all are."""
         labels, _, ignore_index, _ = self._call

@@ -21,7 +21,7 @@ from logitless._arithmetic import plain_arithmetic
 from logitless._call import FIRST_ONLY, Call, spread
 from logitless._live import Live
 from logitless.errors import UnsupportedError
-from logitless.types import STATS, Forwarded, Gradients, Needs
+from logitless.types import STATS, Forwarded, Gradients, Needs, Problem
 
 __all__ = ["linear_log_probs_op", "scores"]
 
@@ -46,16 +46,21 @@ def _forward(
     """Scores of all N tokens, and the statistics that are wanted."""
     live = call.live("linear_log_probs", entropy=entropy, entropy_grad=entropy_grad, stats=tuple(wanted))
     kept_shape = call.kept_shape(entropy, entropy_grad, keep_bytes, wanted)
-    backend, out = call.plugin, None
-    with plain_arithmetic(call.hidden.device):
-        options: dict[str, Any] = {"entropy": entropy, "entropy_grad": entropy_grad, "kept_shape": kept_shape}
-        # Of a plain call only: what else looks at logits again would not leave at once, and gains little.
-        plain = not (wanted or call.truncated or call.labels.ndim == 2)
-        if plain and live.on_device is not None and getattr(backend, "speculates", False):
-            out = backend.forward(call.problem(None, live.on_device), **options)
-        if out is None or live.indices is not None:
-            out = None  # its memory first
-            out = backend.forward(call.problem(live.indices, stats=tuple(wanted)), **options)
+    backend = call.plugin
+    options: dict[str, Any] = {"entropy": entropy, "entropy_grad": entropy_grad, "kept_shape": kept_shape}
+
+    def solved(problem: Problem) -> Forwarded:
+        with plain_arithmetic(call.hidden.device):
+            return backend.forward(problem, **options)
+
+    out = None
+    # Of a plain call only: what else looks at logits again would not leave at once, and gains little.
+    plain = not (wanted or call.truncated or call.labels.ndim == 2)
+    if plain and live.on_device is not None and getattr(backend, "speculates", False):
+        out = solved(call.problem(None, live.on_device))
+    if out is None or live.indices is not None:
+        out = None  # its memory first
+        out = solved(call.problem(live.indices, stats=tuple(wanted)))
     n_tokens, index = call.labels.shape[0], live.indices
     log_probs, stats = out.log_probs, spread(out.stats, index, n_tokens)
     log_probs = spread(log_probs, index, n_tokens) if log_probs.ndim == 1 else _spread_rows(log_probs, index, n_tokens)
