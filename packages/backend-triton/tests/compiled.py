@@ -15,14 +15,14 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from logitless_triton import best, candidates, dz, forward, kl_kernels, threshold
+from logitless_triton import best, candidates, combine, dz, forward, kept, kl_kernels, rounding, threshold
 from logitless_triton.config import Device, Tile, config_for
 from logitless_triton.layout import LOGITS
 
 HOPPER = GPUTarget("cuda", 90, 32)
 TYPES = {"ids": "*i32", "count_ptr": "*i32", "id_ptr": "*i64", "label_ptr": "*i64"}
 TYPES |= dict.fromkeys(("bracket", "before", "after"), "*i64")
-TYPES |= dict.fromkeys(("pre", "ref_pre", "f_value", "beta", "budget"), "fp32")
+TYPES |= dict.fromkeys(("pre", "ref_pre", "f_value", "slope", "top_entropy", "beta", "budget"), "fp32")
 TYPES |= dict.fromkeys(("all_tokens", "kept_columns", "col0", "labels", "k", "ref_D", "ref_R"), "i32")
 PLAIN = {"bias": None, "lora_u": None, "lora_b": None, "BR": 16, "SOFTCAP": False, "NEGATE": False}
 LISTED = {"WIDTH": 128, "ROWS": 1, "BLOCK": 1024}
@@ -65,6 +65,25 @@ def multiplying(tile: Tile, out_columns: int, out: str) -> dict[str, str]:
     return operands | {f"ref_{name}": operands[name] for name in "hw"}
 
 
+def of_rows(tile: Tile, uniform: bool) -> dict[str, Any]:
+    """The kernels that go by rows, with a temperature for all of them or for each."""
+    constants = {**PLAIN, **tiled(tile), "ROWS": 1, "BLOCK": 1024, "live_count": None, "dz_scale_ptr": None}
+    constants |= {"f_ptr": None} if uniform else {}
+    bf16 = dict.fromkeys(("h", "w", "x", "kept"), "*bf16")
+    converting = {**constants, "BM": 8, "BN": tile.columns, "TILES": 16}
+    kinds = {"kept": "*fp16", "out": "*bf16"}
+    return {
+        "label": compiled(combine._label_kernel, constants, **bf16),
+        "combine": compiled(combine._combine_kernel, {**constants, "BLOCK": 16, "PART": 128, "FINISH": True}),
+        "mend": compiled(kept._mend_kernel, constants, tile.warps, tile.stages, **bf16),
+        "seal": compiled(kept._seal_kernel, constants, 1, **bf16),
+        "scale": compiled(rounding._scale_rows_kernel, constants, **bf16, out="*bf16"),
+        "coefficients": compiled(dz._coefficients_kernel, {**constants, "BLOCK": 256}),
+        "convert": compiled(dz._convert_kernel, converting, **kinds),
+        "convert, no entropy": compiled(dz._convert_kernel, {**converting, "e_ptr": None}, **kinds),
+    }
+
+
 def main() -> None:
     config = config_for(Device((9, 0), 132), torch.bfloat16, 4096)
     found = {
@@ -80,7 +99,7 @@ def main() -> None:
     tile = config.forward
     constants = {**PLAIN, **tiled(tile), "live_count": None, "reference_ptr": None, "maxima": None, "KEEP": LOGITS}
     constants |= {"TMA": True, "TMA_KEPT": True, "FLATTEN": True, "KEPT_TYPE": tl.float32}
-    constants |= {"UNIFORM": True, "INFINITE": False}
+    constants |= {"f_ptr": None, "INFINITE": False}
     types = multiplying(tile, tile.columns // 4, "kept")
     found["forward"] = compiled(forward._forward_kernel, constants, tile.warps, tile.stages, **types)
     tile = config.dz
@@ -89,6 +108,8 @@ def main() -> None:
         constants |= {"ENTROPY": True, "INFINITE": False, "TRUNCATED": True, "SEVERAL": several}
         types = multiplying(tile, tile.columns // 2, "out")
         found[f"dz, several={several}"] = compiled(dz._recompute_kernel, constants, tile.warps, tile.stages, **types)
+    for uniform in (False, True):
+        found |= {f"{name}, uniform={uniform}": kernel for name, kernel in of_rows(config.forward, uniform).items()}
     tile = Tile(128, 128, 64, warps=8, stages=3, per_sm=1)
     for mode, kind in (
         (kl_kernels.STATISTICS, kl_kernels.REVERSE),

@@ -32,42 +32,44 @@ def backward_pass(
     Args:
         consume: what was kept may be overwritten by its dz.
     """
-    p, valid = work.problem, work.head.valid
-    dz_scale = pass_scale(work, rows, grads)
+    valid, dz_scale, first = work.head.valid, pass_scale(work, rows, grads), 0
     sums.begin_pass(dz_scale)
-    first = 0
     if kept.mode == EXPONENTIALS:
         _exponential_products(work, rows, kept, grads[0], sums, at)
         first = kept.columns
-        if first == valid:
-            return
-    make = coefficients if stats.shape[0] == 4 else label_coefficients
-    coefs = make(work, rows, stats, *grads, dz_scale)
-    entropy = grads[1] is not None
-    if kept.mode == DIFFERENCES and consume and not sums.scaled:
+    elif kept.mode == DIFFERENCES and consume and not sums.scaled:
         dz = kept.body.view(work.operand)[:, : kept.columns]  # type: ignore[union-attr]
-        dz_from_kept(work, rows, kept, stats, coefs, 0, dz, entropy)
+        dz_from_kept(work, rows, kept, stats, grads, dz_scale, 0, dz)
         sums.open(0, kept.columns, 1)
         sums.add(dz, rows, at, 0)
         sums.close(0, kept.columns)
         first = kept.columns
+    if first < valid:
+        _blocks(work, rows, kept, stats, grads, sums, at, first)
+    sums.end_pass(at, at + rows.count)
+
+
+def _blocks(work: Work, rows: Rows, kept: Kept, stats: Tensor, grads: Grads, sums: Sums, at: int, first: int) -> None:
+    """The columns from `first` on, dz of a block at a time, in memory of its own."""
+    p, valid, dz_scale, (g, e) = work.problem, work.head.valid, sums.dz_scale, grads
     blocks = Blocks.plan(rows.count, valid - first, work.head.hidden_size, work.item, p.workspace_bytes, sums.tiled(1))
     spans = blocks.of_tokens(rows.count)
-    buffer = work.empty(min(blocks.tokens, rows.count), blocks.columns if first < valid else 0, dtype=work.operand)
-    middle = max(first, kept.columns)
+    buffer = work.empty(min(blocks.tokens, rows.count), blocks.columns, dtype=work.operand)
+    middle, coefs = max(first, kept.columns), None
     for start, stop in blocks.of_columns(first, middle) + blocks.of_columns(middle, valid):
+        if start >= middle and coefs is None:
+            make = coefficients if stats.shape[0] == 4 else label_coefficients
+            coefs = make(work, rows, stats, g, e, dz_scale)
         sums.open(start, stop, len(spans))
         for begin, end in spans:
-            dz, span = buffer[: end - begin, : stop - start], rows.span(begin, end)
-            span_stats, span_coefs = stats[:, begin:end], coefs[:, begin:end]
-            if start < middle:
-                part = kept.span(begin, end)
-                dz_from_kept(work, span, part, span_stats, span_coefs, start, dz, entropy)
+            dz, span, here = buffer[: end - begin, : stop - start], rows.span(begin, end), slice(begin, end)
+            if coefs is None:
+                upstream = (g[here], None if e is None else e[here])
+                dz_from_kept(work, span, kept.span(begin, end), stats[:, here], upstream, dz_scale, start, dz)
             else:
-                dz_from_logits(work, span, span_stats, span_coefs, start, dz, entropy)
+                dz_from_logits(work, span, stats[:, here], coefs[:, here], start, dz, e is not None)
             sums.add(dz, span, at + begin, start)
         sums.close(start, stop)
-    sums.end_pass(at, at + rows.count)
 
 
 def _exponential_products(work: Work, rows: Rows, kept: Kept, g: Tensor, sums: Sums, at: int) -> None:
@@ -75,7 +77,7 @@ def _exponential_products(work: Work, rows: Rows, kept: Kept, g: Tensor, sums: S
     assert kept.body is not None
     assert kept.offsets is not None
     body = kept.body[:, : kept.columns]
-    factors = (g, rows.f, kept.offsets, work.head.slope)
+    factors = (g, rows.factor, kept.offsets, work.head.slope)
     sums.open(0, kept.columns, 1)
     if sums.hidden is not None:  # first: it waits for no other kernel
         mine = sums.hidden[at : at + rows.count]

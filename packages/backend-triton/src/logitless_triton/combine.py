@@ -19,12 +19,13 @@ import math
 import triton
 import triton.language as tl
 
+from logitless_triton.kept import SHIFT, factor_args, factor_of
 from logitless_triton.tile import FLOOR, LN2, ceil_div, tanh
 
 __all__ = ["combine", "label_logits"]
 
 LOWEST = tl.constexpr(-1.0e30)
-_LN2 = tl.constexpr(LN2)
+_LN2, _SHIFT = tl.constexpr(LN2), tl.constexpr(SHIFT)
 ROWS, TILES = 16, 128  # of a program, measured on an H200; the order of the sums depends on them
 
 
@@ -37,6 +38,9 @@ def _label_kernel(
     lora_b,
     label_ptr,
     out_ptr,
+    f_ptr,
+    f_value,
+    reference_ptr,
     N,
     V,
     D,
@@ -79,11 +83,19 @@ def _label_kernel(
         x = tanh(x * pre)
     elif NEGATE:
         x = -x
-    tl.store(out_ptr + rows, tl.where(inside, x, -float("inf")), mask=rows < N)
+    x = tl.where(inside, x, -float("inf"))
+    tl.store(out_ptr + rows, x, mask=rows < N)
+    if reference_ptr is not None:
+        f = tl.maximum(factor_of(f_ptr, f_value, rows, rows < N, ROWS), 1e-30)
+        tl.store(reference_ptr + rows, x + _SHIFT / f, mask=rows < N)
 
 
-def label_logits(rows, head, out, *, interpreted: bool) -> None:
-    """x of each row's label into out [m]; −inf where the label is another rank's."""
+def label_logits(rows, head, out, reference=None, *, interpreted: bool) -> None:
+    """x of each row's label into out [m]; −inf where the label is another rank's.
+
+    Args:
+        reference: [m] takes the x relative to which exponentials are kept.
+    """
     if rows.count:
         rank = triton.next_power_of_2(max(head.rank, 1))
         width = 32 if interpreted else 1  # the interpreter's time goes by programs
@@ -95,6 +107,8 @@ def label_logits(rows, head, out, *, interpreted: bool) -> None:
             head.lora_b,
             rows.labels,
             out,
+            *factor_args(rows.factor),
+            reference,
             rows.count,
             head.valid,
             head.hidden_size,
@@ -118,6 +132,7 @@ def _combine_kernel(
     parts,
     label_ptr,
     f_ptr,
+    f_value,
     stats,
     log_prob_ptr,
     entropy_ptr,
@@ -133,7 +148,7 @@ def _combine_kernel(
 ):
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = offs < N
-    f = tl.load(f_ptr + offs, mask=inside, other=0.0)
+    f = factor_of(f_ptr, f_value, offs, inside, BLOCK)
     M = tl.full((BLOCK,), LOWEST, tl.float32)
     S = tl.full((BLOCK,), 0.0, tl.float32)
     T = tl.full((BLOCK,), 0.0, tl.float32)
@@ -178,24 +193,26 @@ def _combine_kernel(
         tl.store(stats + 2 * stride_stats + offs, T, mask=inside)
 
 
-def combine(parts, label, f, stats, log_prob, entropy, vocab_size: int, *, finish: bool = True) -> None:
+def combine(parts, label, factor, stats, log_prob, entropy, vocab_size: int, *, finish: bool = True) -> None:
     """Fold parts [3, tiles, >= m] for m rows: into scores and the backward's statistics, or into M, S, T only.
 
     Args:
         parts: M, S and T of each tile; of any strides but that of rows, which is 1.
         label: [m] x of the labels.
+        factor: f [m], or one number for all rows.
         stats: [4, m], rows M, log2 S, entropy, log_prob; not `finish`: [3, m], rows M, S, T.
         log_prob, entropy: [m] the same once more, for the caller to keep.
     """
-    if f.shape[0]:
-        _combine_kernel[(ceil_div(f.shape[0], ROWS),)](
+    count = log_prob.shape[0] if isinstance(factor, float) else factor.shape[0]
+    if count:
+        _combine_kernel[(ceil_div(count, ROWS),)](
             parts,
             label,
-            f,
+            *factor_args(factor),
             stats,
             log_prob,
             entropy,
-            f.shape[0],
+            count,
             parts.shape[1],
             parts.stride(0),
             parts.stride(1),

@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from logitless_triton.kept import Kept, expm1
+from logitless_triton.kept import Kept, expm1, factor_args, factor_of
 from logitless_triton.tile import FLOOR, LN2, ceil_div, descriptor, halves, place, raw_logits
 
 __all__ = ["coefficients", "dz_from_kept", "dz_from_logits", "label_coefficients"]
@@ -33,45 +33,68 @@ __all__ = ["coefficients", "dz_from_kept", "dz_from_logits", "label_coefficients
 _LN2 = tl.constexpr(LN2)
 
 
-@triton.jit(do_not_specialize=["N", "stride_stats"])
-def _coefficients_kernel(
-    g_ptr, e_ptr, f_ptr, stats, dz_scale_ptr, out, N, stride_g, stride_e, stride_stats, slope, BLOCK: tl.constexpr
+@triton.jit
+def _coefficients(
+    g_ptr, e_ptr, dz_scale_ptr, f, stats, rows, inside, stride_g, stride_e, stride_stats, slope, SIZE: tl.constexpr
 ):
-    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = offs < N
-    k = tl.load(f_ptr + offs, mask=inside, other=0.0) * slope
+    """A, B and dz at the label, of rows [SIZE]."""
+    k = f * slope
     if dz_scale_ptr is not None:
         k *= tl.load(dz_scale_ptr)
-    g = tl.load(g_ptr + offs * stride_g, mask=inside, other=0.0) * k
-    entropy = tl.load(stats + 2 * stride_stats + offs, mask=inside, other=0.0)
-    log_p = tl.load(stats + 3 * stride_stats + offs, mask=inside, other=0.0)
+    g = tl.load(g_ptr + rows * stride_g, mask=inside, other=0.0) * k
+    entropy = tl.load(stats + 2 * stride_stats + rows, mask=inside, other=0.0)
+    log_p = tl.load(stats + 3 * stride_stats + rows, mask=inside, other=0.0)
     label = -g * expm1(log_p)
     a = -g
-    b = tl.full((BLOCK,), 0.0, tl.float32)
+    b = tl.full((SIZE,), 0.0, tl.float32)
     if e_ptr is not None:
-        e = tl.load(e_ptr + offs * stride_e, mask=inside, other=0.0) * k
+        e = tl.load(e_ptr + rows * stride_e, mask=inside, other=0.0) * k
         a -= e * entropy
         b -= e * _LN2
         finite = tl.maximum(log_p, -1.0e4, propagate_nan=tl.PropagateNan.ALL)
         label -= e * tl.exp2(finite * 1.4426950408889634) * (finite + entropy)
-    tl.store(out + offs, a, mask=inside)
-    tl.store(out + N + offs, b, mask=inside)
-    tl.store(out + 2 * N + offs, label, mask=inside)
+    return a, b, label
+
+
+@triton.jit(do_not_specialize=["N", "stride_stats"])
+def _coefficients_kernel(
+    g_ptr,
+    e_ptr,
+    dz_scale_ptr,
+    f_ptr,
+    f_value,
+    stats,
+    out,
+    N,
+    stride_g,
+    stride_e,
+    stride_stats,
+    slope,
+    BLOCK: tl.constexpr,
+):
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = rows < N
+    f = factor_of(f_ptr, f_value, rows, inside, BLOCK)
+    a, b, label = _coefficients(
+        g_ptr, e_ptr, dz_scale_ptr, f, stats, rows, inside, stride_g, stride_e, stride_stats, slope, BLOCK
+    )
+    tl.store(out + rows, a, mask=inside)
+    tl.store(out + N + rows, b, mask=inside)
+    tl.store(out + 2 * N + rows, label, mask=inside)
 
 
 def coefficients(work: Any, rows: Any, stats: Tensor, g: Tensor, e: Tensor | None, dz_scale: Tensor | None) -> Tensor:
     """[3, m]: A, B and dz at the label."""
-    f = rows.f
-    out = work.empty(3, f.shape[0])
-    if f.shape[0]:
-        _coefficients_kernel[(ceil_div(f.shape[0], 256),)](
+    out = work.empty(3, rows.count)
+    if rows.count:
+        _coefficients_kernel[(ceil_div(rows.count, 256),)](
             g,
             e,
-            f,
-            stats,
             dz_scale,
+            *factor_args(rows.factor),
+            stats,
             out,
-            f.shape[0],
+            rows.count,
             g.stride(0),
             0 if e is None else e.stride(0),
             stats.stride(0),
@@ -114,16 +137,12 @@ def label_coefficients(
 
 
 @triton.jit
-def _row_facts(stats, coefs, f_ptr, label_ptr, rows, inside, N, stride_stats, stride_coefs, col0):
-    """A row's numbers, and of its first label where it is, and dz there."""
-    f = tl.load(f_ptr + rows, mask=inside, other=0.0)
+def _row_facts(stats, label_ptr, rows, inside, stride_stats, col0):
+    """M, log2 S and the first label of rows, as a column of this block."""
     M = tl.load(stats + rows, mask=inside, other=0.0)
     log_s = tl.load(stats + stride_stats + rows, mask=inside, other=0.0)
-    a = tl.load(coefs + rows, mask=inside, other=0.0)
-    b = tl.load(coefs + stride_coefs + rows, mask=inside, other=0.0)
-    at_label = tl.load(coefs + 2 * stride_coefs + rows, mask=inside, other=0.0)
     label = tl.load(label_ptr + rows, mask=inside, other=-1) - col0
-    return f, M, log_s, a, b, at_label, label
+    return M, log_s, label
 
 
 @triton.jit(do_not_specialize=["N", "stride_stats", "stride_coefs"])
@@ -135,6 +154,7 @@ def _recompute_kernel(
     lora_u,
     lora_b,
     f_ptr,
+    f_value,
     label_ptr,
     stats,
     coefs,
@@ -208,9 +228,11 @@ def _recompute_kernel(
         rows = pm * BM + tl.arange(0, BM)
         cols = pn * BN + tl.arange(0, BN)
         inside = rows < N
-        f, M, log_s, a, b, at_label, label = _row_facts(
-            stats, coefs, f_ptr, label_ptr, rows, inside, N, stride_stats, stride_coefs, col0
-        )
+        f = factor_of(f_ptr, f_value, rows, inside, BM)
+        M, log_s, label = _row_facts(stats, label_ptr, rows, inside, stride_stats, col0)
+        a = tl.load(coefs + rows, mask=inside, other=0.0)
+        b = tl.load(coefs + stride_coefs + rows, mask=inside, other=0.0)
+        at_label = tl.load(coefs + 2 * stride_coefs + rows, mask=inside, other=0.0)
         q = (x - M[:, None]) * f[:, None] - log_s[:, None]
         if INFINITE:
             q = tl.maximum(q, FLOOR, propagate_nan=tl.PropagateNan.ALL)
@@ -268,7 +290,7 @@ def dz_from_logits(work: Any, rows: Any, stats: Tensor, coefs: Tensor, start: in
         head.bias,
         rows.lora_u,
         head.lora_b,
-        rows.f,
+        *factor_args(rows.factor),
         rows.labels.T.contiguous() if several else rows.labels,
         stats,
         coefs,
@@ -309,36 +331,41 @@ def dz_from_logits(work: Any, rows: Any, stats: Tensor, coefs: Tensor, start: in
 _TYPES = {"torch.float16": tl.float16, "torch.bfloat16": tl.bfloat16, "torch.float32": tl.float32}
 
 
-@triton.jit(do_not_specialize=["N", "stride_stats", "stride_coefs"])
+@triton.jit(do_not_specialize=["N", "stride_stats"])
 def _convert_kernel(
     kept,
     maxima,
     out,
+    g_ptr,
+    e_ptr,
+    dz_scale_ptr,
     f_ptr,
+    f_value,
     label_ptr,
     stats,
-    coefs,
     N,
     V,
     col0,
+    slope,
     stride_kept,
     stride_maxima,
+    stride_g,
+    stride_e,
     stride_stats,
-    stride_coefs,
     stride_out,
     BM: tl.constexpr,
     BN: tl.constexpr,
     TILES: tl.constexpr,
-    OUT_TYPE: tl.constexpr,
-    ENTROPY: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):
     blocks = (V + BN * TILES - 1) // (BN * TILES)
     rows = (tl.program_id(0) // blocks) * BM + tl.arange(0, BM)
     first = (tl.program_id(0) % blocks) * TILES
     inside = rows < N
-    f, M, log_s, a, b, at_label, label = _row_facts(
-        stats, coefs, f_ptr, label_ptr, rows, inside, N, stride_stats, stride_coefs, col0
+    f = factor_of(f_ptr, f_value, rows, inside, BM)
+    M, log_s, label = _row_facts(stats, label_ptr, rows, inside, stride_stats, col0)
+    a, b, at_label = _coefficients(
+        g_ptr, e_ptr, dz_scale_ptr, f, stats, rows, inside, stride_g, stride_e, stride_stats, slope, BM
     )
     for i in range(TILES):
         tile = first + i
@@ -346,54 +373,55 @@ def _convert_kernel(
         mask = inside[:, None] & (cols < V)[None, :]
         at = (col0 // BN + tile).to(tl.int64) * stride_maxima + rows
         m = tl.load(maxima + at, mask=rows < tl.where(tile * BN < V, N, 0), other=0.0)
-        at = rows.to(tl.int64)[:, None] * stride_kept + cols[None, :]
+        at = rows.to(tl.int64)[:, None] * stride_kept + (col0 + cols)[None, :]
         d = tl.load(kept + at, mask=mask, other=0.0).to(tl.float32)
         q = d + ((m - M) * f - log_s)[:, None]
         q = tl.maximum(q, FLOOR, propagate_nan=tl.PropagateNan.ALL)
         p = tl.exp2(q)
-        dz = p * (a[:, None] + b[:, None] * q) if ENTROPY else p * a[:, None]
+        dz = p * (a[:, None] + b[:, None] * q) if e_ptr is not None else p * a[:, None]
         dz = tl.where(cols[None, :] == label.to(tl.int32)[:, None], at_label[:, None], dz)
         if SOFTCAP:
             x = m[:, None] + d / f[:, None]
             dz *= tl.maximum(1.0 - x * x, 0.0, propagate_nan=tl.PropagateNan.ALL)
         at = rows.to(tl.int64)[:, None] * stride_out + cols[None, :]
-        tl.store(out + at, dz.to(OUT_TYPE), mask=mask)
+        tl.store(out + at, dz.to(out.dtype.element_ty), mask=mask)
 
 
 def dz_from_kept(
-    work: Any, rows: Any, kept: Kept, stats: Tensor, coefs: Tensor, start: int, out: Tensor, entropy: bool
+    work: Any, rows: Any, kept: Kept, stats: Tensor, grads: Any, dz_scale: Tensor | None, start: int, out: Tensor
 ) -> None:
     """dz [m, C] of the columns from `start` on, a multiple of a tile's width, from the kept differences.
 
     `out` may be the kept columns' own memory, in a type of the same size: each element is read before it is written.
     """
-    width, columns = kept.width, out.shape[1]
+    width, columns, (g, e) = kept.width, out.shape[1], grads
     block_rows, tiles = max(1, 1024 // width), 16
     if not rows.count or not columns:
         return
-    body = kept.body[:, start : start + columns]
     grid = (ceil_div(rows.count, block_rows) * ceil_div(columns, width * tiles),)
     _convert_kernel[grid](
-        body,
+        kept.body,
         kept.maxima,
         out,
-        rows.f,
+        g,
+        e,
+        dz_scale,
+        *factor_args(rows.factor),
         rows.labels,
         stats,
-        coefs,
         rows.count,
         columns,
         start,
-        body.stride(0),
+        work.head.slope,
+        kept.body.stride(0),
         kept.maxima.stride(0),
+        g.stride(0),
+        0 if e is None else e.stride(0),
         stats.stride(0),
-        coefs.stride(0),
         out.stride(0),
         BM=block_rows,
         BN=width,
         TILES=tiles,
-        OUT_TYPE=_TYPES[str(out.dtype)],
-        ENTROPY=entropy,
         SOFTCAP=work.head.softcap,
         num_warps=4,
     )

@@ -19,7 +19,7 @@ from logitless.collectives import gather_stacked
 from logitless.types import Forwarded, Problem
 from logitless_triton.combine import combine, label_logits
 from logitless_triton.config import Tile
-from logitless_triton.kept import DIFFERENCES, EXPONENTIALS, NOTHING, Kept, finish_exponentials, reference_logits
+from logitless_triton.kept import DIFFERENCES, EXPONENTIALS, NOTHING, Kept, factor_args, factor_of, finish_exponentials
 from logitless_triton.layout import LOGITS
 from logitless_triton.rows import Rows, Work
 from logitless_triton.tile import FLOOR, ceil_div, descriptor, halves, place, raw_logits
@@ -40,6 +40,7 @@ def _forward_kernel(
     lora_u,
     lora_b,
     f_ptr,
+    f_value,
     reference_ptr,
     parts,
     maxima,
@@ -50,7 +51,6 @@ def _forward_kernel(
     R,
     kept_columns,
     pre,
-    f_value,
     stride_hn,
     stride_hd,
     stride_wv,
@@ -76,7 +76,6 @@ def _forward_kernel(
     KEPT_TYPE: tl.constexpr,
     SOFTCAP: tl.constexpr,
     NEGATE: tl.constexpr,
-    UNIFORM: tl.constexpr,
     INFINITE: tl.constexpr,
 ):
     num_m = (N + BM - 1) // BM
@@ -118,7 +117,7 @@ def _forward_kernel(
         rows = pm * BM + tl.arange(0, BM)
         cols = pn * BN + tl.arange(0, BN)
         inside = rows < N
-        f = tl.full((BM,), f_value, tl.float32) if UNIFORM else tl.load(f_ptr + rows, mask=inside, other=0.0)
+        f = factor_of(f_ptr, f_value, rows, inside, BM)
         x = tl.where(cols[None, :] < V, x, _LOWEST)
         m = tl.maximum(tl.max(x, 1), _LOWEST)  # finite: −inf − −inf would be NaN
         d = (x - m[:, None]) * f[:, None]
@@ -181,7 +180,7 @@ def scan(work: Work, rows: Rows, kept: Kept, reference: Tensor | None, parts: Te
         head.bias,
         rows.lora_u,
         head.lora_b,
-        rows.f,
+        *factor_args(rows.factor),
         reference,
         parts,
         kept.maxima,
@@ -192,7 +191,6 @@ def scan(work: Work, rows: Rows, kept: Kept, reference: Tensor | None, parts: Te
         head.rank,
         0 if kept.body is None else kept.body.shape[1],
         head.pre,
-        rows.uniform or 0.0,
         *rows.hidden.stride(),
         *head.weight.stride(),
         *rows.lora_strides,
@@ -214,7 +212,6 @@ def scan(work: Work, rows: Rows, kept: Kept, reference: Tensor | None, parts: Te
         KEPT_TYPE=TYPES[kept.body.dtype] if kept.body is not None else tl.float32,
         SOFTCAP=head.softcap,
         NEGATE=head.negate,
-        UNIFORM=rows.uniform is not None,
         INFINITE=head.bias is not None,
         num_warps=tile.warps,
         num_stages=tile.stages,
@@ -246,8 +243,8 @@ def forward_pass(work: Work, rows: Rows, kept: Kept, scores: Scores, start: int)
     stop = start + rows.count
     label, reference = work.empty(rows.count), None
     if kept.mode == EXPONENTIALS:
-        label_logits(rows, head, label, interpreted=work.interpreted)
-        reference = reference_logits(label, rows.f)
+        reference = work.empty(rows.count)
+        label_logits(rows, head, label, reference, interpreted=work.interpreted)
     tiles = ceil_div(head.valid, work.config.forward.columns)
     # A stride that 16 divides, whatever m is: Triton specialises on that, and other code sums in another order.
     parts = work.empty(3, tiles, ceil_div(rows.count, 16) * 16)
@@ -257,11 +254,11 @@ def forward_pass(work: Work, rows: Rows, kept: Kept, scores: Scores, start: int)
     stats, outputs = scores.stats[:, start:stop], (scores.log_prob[start:stop], scores.entropy[start:stop])
     if p.group is not None:
         own = work.empty(4, parts.shape[2])
-        combine(parts, label, rows.f, own, *outputs, p.vocab_size, finish=False)
+        combine(parts, label, rows.factor, own, *outputs, p.vocab_size, finish=False)
         own[3, : rows.count] = label
         ranks = gather_stacked(own, p.group)  # [size, 4, >= m]
         parts, label = ranks.transpose(0, 1), ranks[:, 3, : rows.count].amax(0)
-    combine(parts, label, rows.f, stats, *outputs, p.vocab_size)
+    combine(parts, label, rows.factor, stats, *outputs, p.vocab_size)
     if kept.mode == EXPONENTIALS:
         finish_exponentials(work, rows, kept, reference, stats)
 

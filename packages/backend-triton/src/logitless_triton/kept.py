@@ -31,7 +31,17 @@ from torch import Tensor
 from logitless_triton.layout import DIFFERENCES, EXPONENTIALS, NOTHING, buffer_bytes, mode_of, tiles_that_fit
 from logitless_triton.tile import FLOOR, ceil_div, raw_logits
 
-__all__ = ["DIFFERENCES", "EXPONENTIALS", "NOTHING", "Kept", "expm1", "finish_exponentials", "reference_logits"]
+__all__ = [
+    "DIFFERENCES",
+    "EXPONENTIALS",
+    "NOTHING",
+    "SHIFT",
+    "Kept",
+    "expm1",
+    "factor_args",
+    "factor_of",
+    "finish_exponentials",
+]
 
 SHIFT = 32.0  # log2 by which E's reference lies above the label: room for what is likelier, and for what is less
 FAR = tl.constexpr(64.0)  # log2 Σ E above which a row is made again; the products' sums need the rest of the range
@@ -58,21 +68,17 @@ class Kept:
             if fill:
                 buffer.zero_()
             return cls()
-        padded = ceil_div(n, 16) * 16
-        header = buffer[: 4 * padded * (tiles if mode == DIFFERENCES else 1)].view(torch.float32)
-        dtype = work.operand
-        if mode == DIFFERENCES and work.item == 2:
-            dtype = torch.float16
-        start = ceil_div(header.nbytes, 128) * 128
-        stop = start + n * tiles * width * work.item
-        body = buffer[start:stop].view(dtype).view(n, tiles * width)
-        columns = min(tiles * width, work.head.valid)
+        padded, columns = ceil_div(n, 16) * 16, min(tiles * width, work.head.valid)
+        end = n * tiles * width * work.item  # of the body; a multiple of 128, whatever n is
         if fill:
-            buffer[:start].zero_()
-            buffer[stop:].zero_()
+            buffer[end:].zero_()
+        dtype = torch.float16 if mode == DIFFERENCES and work.item == 2 else work.operand
+        body = buffer.view(dtype).as_strided((n, tiles * width), (tiles * width, 1))
+        numbers = buffer.view(torch.float32)
         if mode == DIFFERENCES:
-            return cls(mode, columns, width, body, maxima=header.view(tiles, padded))
-        return cls(mode, columns, width, body, offsets=header[:n])
+            maxima = numbers.as_strided((tiles, padded), (padded, 1), end // 4)
+            return cls(mode, columns, width, body, maxima=maxima)
+        return cls(mode, columns, width, body, offsets=numbers.as_strided((n,), (1,), end // 4))
 
     @staticmethod
     def buffer(work: Any, n: int) -> Tensor:
@@ -93,9 +99,15 @@ class Kept:
         )
 
 
-def reference_logits(label: Tensor, f: Tensor) -> Tensor:
-    """x relative to which E is stored."""
-    return torch.addcdiv(label, torch.ones_like(f), f.clamp(min=1e-30), value=SHIFT)
+def factor_args(factor: Tensor | float) -> tuple[Tensor | None, float]:
+    """f [m], or one number for all rows, as kernels take it: `f_ptr` and `f_value`."""
+    return (None, factor) if isinstance(factor, float) else (factor, 0.0)
+
+
+@triton.jit
+def factor_of(f_ptr, f_value, rows, inside, SIZE: tl.constexpr):
+    """f of rows [SIZE]."""
+    return tl.load(f_ptr + rows, mask=inside, other=0.0) if f_ptr is not None else tl.full((SIZE,), f_value, tl.float32)
 
 
 @triton.jit
@@ -113,6 +125,7 @@ def _mend_kernel(
     live_count,
     kept,
     f_ptr,
+    f_value,
     reference_ptr,
     label_ptr,
     stats,
@@ -135,7 +148,7 @@ def _mend_kernel(
     row0 = tl.program_id(0) * BM
     rows = row0 + tl.arange(0, BM)
     inside = rows < N
-    f = tl.load(f_ptr + rows, mask=inside, other=0.0)
+    f = factor_of(f_ptr, f_value, rows, inside, BM)
     M = tl.load(stats + rows, mask=inside, other=0.0)
     log_s = tl.load(stats + stride_stats + rows, mask=inside, other=0.0)
     reference = tl.load(reference_ptr + rows, mask=inside, other=0.0)
@@ -182,11 +195,14 @@ def _mend_kernel(
 
 
 @triton.jit
-def _seal_kernel(kept, f_ptr, reference_ptr, label_ptr, stats, offset_ptr, kept_columns, stride_kept, stride_stats):
+def _seal_kernel(
+    kept, f_ptr, f_value, reference_ptr, label_ptr, stats, offset_ptr, kept_columns, stride_kept, stride_stats
+):
     row = tl.program_id(0).to(tl.int64)
     log_s = tl.load(stats + stride_stats + row)
     log_prob = tl.load(stats + 3 * stride_stats + row)
-    offset = (tl.load(stats + row) - tl.load(reference_ptr + row)) * tl.load(f_ptr + row) + log_s
+    f = tl.load(f_ptr + row) if f_ptr is not None else f_value
+    offset = (tl.load(stats + row) - tl.load(reference_ptr + row)) * f + log_s
     offset = tl.where(offset > FAR, log_s, offset)
     tl.store(offset_ptr + row, offset)
     label = tl.load(label_ptr + row)
@@ -201,7 +217,7 @@ def finish_exponentials(work: Any, rows: Any, kept: Kept, reference: Tensor, sta
     if not rows.count:
         return
     head, tile = work.head, work.config.forward
-    shared = (kept.body, rows.f, reference, rows.labels, stats)
+    shared = (kept.body, *factor_args(rows.factor), reference, rows.labels, stats)
     grid = (ceil_div(rows.count, tile.rows), min(32, ceil_div(kept.columns, tile.columns)))
     _mend_kernel[grid](
         rows.hidden,

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from logitless_triton.config import device_facts
+from logitless_triton.kept import factor_args
 from logitless_triton.tile import ceil_div
 
 __all__ = ["multiply_", "rounded", "scale_rows"]
@@ -56,21 +57,33 @@ def multiply_(x: Tensor, factor: Tensor) -> Tensor:
 
 @triton.jit
 def _scale_rows_kernel(
-    x, out, g_ptr, f_ptr, offset_ptr, D, stride_x, stride_xd, stride_out, stride_g, slope, BLOCK: tl.constexpr
+    x, out, g_ptr, f_ptr, f_value, offset_ptr, D, stride_x, stride_xd, stride_out, stride_g, slope, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
-    s = -slope * tl.load(g_ptr + row * stride_g) * tl.load(f_ptr + row) * tl.exp2(-tl.load(offset_ptr + row))
+    f = tl.load(f_ptr + row) if f_ptr is not None else f_value
+    s = -slope * tl.load(g_ptr + row * stride_g) * f * tl.exp2(-tl.load(offset_ptr + row))
     for start in range(0, D, BLOCK):
         at = start + tl.arange(0, BLOCK)
         value = tl.load(x + row * stride_x + at * stride_xd, mask=at < D).to(tl.float32) * s
         tl.store(out + row * stride_out + at, value.to(out.dtype.element_ty), mask=at < D)
 
 
-def scale_rows(x: Tensor, g: Tensor, f: Tensor, offset: Tensor, slope: float, out: Tensor) -> Tensor:
+def scale_rows(x: Tensor, g: Tensor, f: Tensor | float, offset: Tensor, slope: float, out: Tensor) -> Tensor:
     """x [m, D] times s = −g·f·slope·2^(−offset) of each row, into out [m, D], which may be x."""
     if x.shape[0]:
         block = min(2048, triton.next_power_of_2(x.shape[1]))
         _scale_rows_kernel[(x.shape[0],)](
-            x, out, g, f, offset, x.shape[1], *x.stride(), out.stride(0), g.stride(0), slope, BLOCK=block, num_warps=4
+            x,
+            out,
+            g,
+            *factor_args(f),
+            offset,
+            x.shape[1],
+            *x.stride(),
+            out.stride(0),
+            g.stride(0),
+            slope,
+            BLOCK=block,
+            num_warps=4,
         )
     return out

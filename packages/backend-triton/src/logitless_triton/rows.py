@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -77,19 +78,25 @@ class Head:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Rows:
     """A block of live tokens."""
 
     hidden: Tensor  # [m, D] in the operands' dtype; a view of the input where that needs no copy
     lora_u: Tensor | None  # [m, r]
     labels: Tensor  # [m] or [m, K] int64, rows of this rank's weight; out of range where another rank has it
-    f: Tensor  # [m] float32
-    uniform: float | None = None  # f, where it is the same for all tokens
+    factor: Tensor | float  # f [m] float32; one number where it is the same for all tokens
 
     @property
     def count(self) -> int:
         return self.hidden.shape[0]
+
+    @cached_property
+    def f(self) -> Tensor:
+        """[m] float32, for what takes no number: filling it is one launch more."""
+        if isinstance(self.factor, Tensor):
+            return self.factor
+        return self.hidden.new_full((self.count,), self.factor, dtype=torch.float32)
 
     @property
     def lora_strides(self) -> tuple[int, ...]:
@@ -98,7 +105,8 @@ class Rows:
     def span(self, start: int, stop: int) -> Rows:
         """Some of these rows."""
         lora_u = None if self.lora_u is None else self.lora_u[start:stop]
-        return Rows(self.hidden[start:stop], lora_u, self.labels[start:stop], self.f[start:stop], self.uniform)
+        factor = self.factor[start:stop] if isinstance(self.factor, Tensor) else self.factor
+        return Rows(self.hidden[start:stop], lora_u, self.labels[start:stop], factor)
 
     def with_labels(self, labels: Tensor) -> Rows:
         """The same tokens with other labels."""
@@ -162,5 +170,4 @@ class Work:
             labels = labels - p.vocab_start
         if isinstance(p.temperature, Tensor):
             return Rows(hidden, lora_u, labels, self.head.factor / take(p.temperature).float())
-        uniform = self.head.factor / p.temperature
-        return Rows(hidden, lora_u, labels, self.empty(stop - start).fill_(uniform), uniform)
+        return Rows(hidden, lora_u, labels, self.head.factor / p.temperature)

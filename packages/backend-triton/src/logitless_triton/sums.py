@@ -43,7 +43,7 @@ def pass_scale(work: Work, rows: Rows, grads: tuple[Tensor, Tensor | None]) -> T
     """The power of two that brings the largest dz near 2^8: small ones survive fp16, large ones fit. None: not fp16."""
     if work.operand != torch.float16 or not rows.count:
         return None
-    k = rows.f * abs(work.head.slope)
+    k = rows.factor * abs(work.head.slope)
     sizes = [grad.abs().sum(1) if grad.ndim == 2 else grad for grad in grads if grad is not None]
     found = [(size * k).abs().nan_to_num(0.0, 0.0, 0.0).amax() for size in sizes]
     exponent = 8.0 - torch.stack(found).amax().clamp(min=1e-30).log2().ceil()
