@@ -110,20 +110,14 @@ def main() -> None:
         found[f"dz, several={several}"] = compiled(dz._recompute_kernel, constants, tile.warps, tile.stages, **types)
     for uniform in (False, True):
         found |= {f"{name}, uniform={uniform}": kernel for name, kernel in of_rows(config.forward, uniform).items()}
-    tile = Tile(128, 128, 64, warps=8, stages=3, per_sm=1)
-    for mode, kind in (
-        (kl_kernels.STATISTICS, kl_kernels.REVERSE),
-        (kl_kernels.MIXTURE, kl_kernels.JSD),
-        (kl_kernels.DZ, kl_kernels.JSD),
-    ):
-        constants = {**PLAIN, **{f"ref_{name}": None for name in ("bias", "lora_u", "lora_b")}, **tiled(tile)}
-        constants |= {"REF_BR": 16, "REF_SOFTCAP": False, "REF_NEGATE": False, "MODE": mode, "KIND": kind, "WIDER": 0}
-        constants |= {"TMA": True, "REF_TMA": True, "OUT_TMA": mode == kl_kernels.DZ, "OUT_TYPE": tl.bfloat16}
-        constants |= {"FLATTEN": True}
-        types = multiplying(tile, tile.columns // 2, "out")
-        if mode != kl_kernels.DZ:
-            types["out"] = "*fp32"
-        found[f"kl, mode={mode}"] = compiled(kl_kernels.kl_kernel, constants, tile.warps, tile.stages, **types)
+    for kind in (kl_kernels.FORWARD, kl_kernels.REVERSE, kl_kernels.JSD):
+        found[f"divergence, kind={kind}"] = compiled(
+            kl_kernels.divergence_kernel, {"ROWS": 1, "BLOCK": 2048, "KIND": kind}, warps=8
+        )
+        constants = {"ROWS": 4, "BLOCK": 1024, "OUT_TYPE": tl.bfloat16, "SOFTCAP": True, "KIND": kind}
+        found[f"divergence's dz, kind={kind}"] = compiled(
+            kl_kernels.divergence_dz_kernel, constants, warps=8, out="*bf16"
+        )
     print(json.dumps(found))
 
 

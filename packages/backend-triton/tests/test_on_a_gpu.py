@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from importlib import import_module
 from typing import Any
 
 import pytest
@@ -46,8 +45,7 @@ def described(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         found.append(made is not None)
         return made
 
-    # kl is imported here, where the interpreter is chosen: the module's other imports were, by conftest.
-    for module in (forward, dz, import_module("logitless_triton.kl")):
+    for module in (forward, dz):
         monkeypatch.setattr(module, "descriptor", spied)
     monkeypatch.setattr(rows, "device_facts", lambda device: HOPPER)
     return found
