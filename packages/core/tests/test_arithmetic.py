@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack
 
 import pytest
 import torch
 
-from logitless._arithmetic import _products, _Settings, _sums
+from logitless._arithmetic import Undo, _plain, _Settings
 
 
 def test_short_sums_are_off_and_put_back() -> None:
@@ -19,7 +18,7 @@ def test_short_sums_are_off_and_put_back() -> None:
         for allowed in (True, False):
             for name in names:
                 setattr(matmul, name, allowed)
-            with _sums:
+            with _plain:
                 assert not any(getattr(matmul, name) for name in names)
             assert [getattr(matmul, name) for name in names] == [allowed, allowed]
     finally:
@@ -31,8 +30,8 @@ def test_products_are_plain_until_the_last_call_ends() -> None:
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
-        with _products:
-            with _products:
+        with _plain:
+            with _plain:
                 assert torch.get_float32_matmul_precision() == "highest"
             assert torch.get_float32_matmul_precision() == "highest"
         assert torch.get_float32_matmul_precision() == "high"
@@ -43,15 +42,18 @@ def test_products_are_plain_until_the_last_call_ends() -> None:
 def test_a_change_that_fails_midway_is_undone() -> None:
     undone = []
 
-    def change(undo: ExitStack) -> None:
-        undo.callback(undone.append, "first")
+    def first(undo: Undo) -> None:
+        undo.extend((lambda: undone.append(1), lambda: undone.append(2)))
+
+    def second(undo: Undo) -> None:
+        undo.append(lambda: undone.append(3))
         raise RuntimeError("second")
 
-    settings = _Settings(change)
+    settings = _Settings(first, second)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="second"), settings:
             pass
-    assert undone == ["first", "first"]
+    assert undone == [3, 2, 1, 3, 2, 1]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")

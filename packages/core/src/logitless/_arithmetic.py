@@ -8,12 +8,16 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 
 __all__ = ["plain_arithmetic"]
+
+Undo = list[Callable[[], object]]
+"""What puts settings back, from the last to the first."""
 
 _SHORT_SUMS = (
     "allow_bf16_reduced_precision_reduction",  # torch's default: cuBLAS may add parts of a sum in bfloat16
@@ -22,7 +26,7 @@ _SHORT_SUMS = (
 )
 
 
-def _plain_products(undo: ExitStack) -> None:
+def _plain_products(undo: Undo) -> None:
     """No TF32 or bfloat16 in float32 products."""
     try:
         precision = torch.get_float32_matmul_precision()
@@ -32,57 +36,65 @@ def _plain_products(undo: ExitStack) -> None:
             before = own.fp32_precision
             if before != "ieee":
                 own.fp32_precision = "none"  # now it reads what it has from the settings above it, and stays so later
-                undo.callback(setattr, own, "fp32_precision", "none" if own.fp32_precision == before else before)
+                undo.append(partial(setattr, own, "fp32_precision", "none" if own.fp32_precision == before else before))
                 own.fp32_precision = "ieee"
     else:
         if precision != "highest":
-            undo.callback(torch.set_float32_matmul_precision, precision)
+            undo.append(partial(torch.set_float32_matmul_precision, precision))
             torch.set_float32_matmul_precision("highest")
 
 
-def _whole_sums(undo: ExitStack) -> None:
+def _whole_sums(undo: Undo) -> None:
     """cuBLAS sums half-precision products in float32 throughout.
 
-    Not through `torch.backends.cuda.matmul`, whose Python took longer than all else here: this is done at every call.
+    Not through `torch.backends.cuda.matmul`, whose Python takes several times as long: this is done at every call.
     """
     for name in _SHORT_SUMS:
         before = getattr(torch._C, f"_get_cublas_{name}")()
         allowed, *split = before if isinstance(before, tuple) else (before,)
         if allowed:
             change = getattr(torch._C, f"_set_cublas_{name}")
-            undo.callback(change, allowed, *split)
+            undo.append(partial(change, allowed, *split))
             change(False, *split)
 
 
 class _Settings:
-    """Settings of the process while calls run, in any number of threads; `change` registers what puts each back."""
+    """Settings of the process while calls run, in any number of threads; `changes` say what puts each back."""
 
-    def __init__(self, change: Callable[[ExitStack], None]) -> None:
-        self._change = change
+    def __init__(self, *changes: Callable[[Undo], None]) -> None:
+        self._changes = changes
         self.forget()
         if hasattr(os, "register_at_fork"):  # a child has none of the threads whose calls run
             os.register_at_fork(after_in_child=self.forget)
 
     def forget(self) -> None:
         """As before any call."""
-        self._lock, self._users, self._undo = threading.Lock(), 0, ExitStack()
+        self._lock, self._users = threading.Lock(), 0
+        self._undo: Undo = []
 
     def __enter__(self) -> None:
         with self._lock:
             if not self._users:
-                with ExitStack() as undo:
-                    self._change(undo)
-                    self._undo = undo.pop_all()
+                try:
+                    for change in self._changes:
+                        change(self._undo)
+                except BaseException:
+                    self._put_back()
+                    raise
             self._users += 1
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
             self._users -= 1
             if not self._users:
-                self._undo.close()
+                self._put_back()
+
+    def _put_back(self) -> None:
+        while self._undo:
+            self._undo.pop()()
 
 
-_products, _sums = _Settings(_plain_products), _Settings(_whole_sums)
+_plain = _Settings(_plain_products, _whole_sums)
 
 
 @contextmanager
@@ -92,10 +104,7 @@ def plain_arithmetic(device: torch.device) -> Iterator[None]:
     The device is made the current one: a kernel is launched there, wherever its tensors are.
     """
     kind = device.type
+    current = torch.cuda.device(device) if kind == "cuda" else nullcontext()
     autocast = torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
-    if kind == "cuda":
-        with _products, torch.cuda.device(device), _sums, autocast:
-            yield
-    else:
-        with _products, autocast:
-            yield
+    with _plain, current, autocast:
+        yield
