@@ -86,6 +86,29 @@ def test_multiply_is_mul(factor: float, shape: tuple[int, int]) -> None:
         assert torch.equal(x.nan_to_num(7.0), expected.nan_to_num(7.0))
 
 
+@pytest.mark.usefixtures("speculating")
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("ignored", [False, True], ids=["all-live", "some-ignored"])
+def test_speculation_changes_no_single_pass(ignored: bool, chunks: int) -> None:
+    example, seen = random_example(300, vocab=301, hidden_size=24, dtype=DTYPE, device=DEVICE, ignored=ignored), []
+    fresh = example.fresh()
+
+    def loss_fn(scores: logitless.TokenLogProbs, index: torch.Tensor) -> torch.Tensor:
+        assert scores.entropy is not None
+        seen.append(index)
+        return fresh.grad_log_probs[index] * scores.log_probs + fresh.grad_entropy[index] * scores.entropy
+
+    room = 1 << 29 if chunks == 1 else 256 * 3 * (128 * fresh.hidden.element_size() + 4)
+    loss, _ = logitless.linear_policy_loss(
+        fresh.hidden, fresh.head, fresh.labels, loss_fn, backend="triton", workspace_bytes=room
+    )
+    leaves = fresh.leaves()
+    grads = torch.autograd.grad(loss, list(leaves.values()))
+    check_gradients(dict(zip(leaves, grads, strict=True)), example)
+    assert torch.equal(torch.cat(seen), fresh.live.nonzero().squeeze(1))
+    assert ignored or len(seen) == chunks
+
+
 def test_single_pass_takes_an_upstream_gradient() -> None:
     fresh = example_of(False).fresh()
 

@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from logitless import LMHead, TokenLogProbs, linear_log_probs
+from logitless import LMHead, TokenLogProbs, linear_log_probs, linear_policy_loss
 from logitless._live import Live
 from logitless._ops import _backward_op, linear_log_probs_op
-from logitless.errors import UnsupportedError
-from logitless.testing import Example, ReferenceBackend, check_results, installed, random_example
+from logitless.errors import InvalidInputError, UnsupportedError
+from logitless.testing import Example, ReferenceBackend, check_gradients, check_results, installed, random_example
 from logitless.testing.conformance import BackendConformance
 from logitless.types import Forwarded, Gradients, Problem, Request
 
@@ -498,6 +498,40 @@ def test_speculation_is_done_again_where_tokens_are_ignored(ignored: bool, monke
     assert [None if count is None else int(count) for count in backend.counts] == (
         [int(example.live.sum()), None] if ignored else [9]
     )
+
+
+@pytest.mark.parametrize("buffered", [False, True], ids=["", "grad-buffer"])
+@pytest.mark.parametrize("ignored", [False, True], ids=["all-live", "some-ignored"])
+def test_a_single_pass_is_speculated_up_to_its_loss(
+    ignored: bool, buffered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Live, "on_device", property(lambda self: self._facts[0] if self._known is None else None))
+    example, backend, seen = small(ignored=ignored), Speculates(), []
+    fresh = example.fresh()
+    buffer = torch.zeros_like(example.head.weight) if buffered else None
+
+    def loss_fn(scores: TokenLogProbs, index: torch.Tensor) -> torch.Tensor:
+        assert scores.entropy is not None
+        seen.append(index)
+        return fresh.grad_log_probs[index] * scores.log_probs + fresh.grad_entropy[index] * scores.entropy
+
+    with installed(backend, alone=True):
+        head = replace(fresh.head, grad_buffer=buffer)
+        loss, _ = linear_policy_loss(fresh.hidden, head, fresh.labels, loss_fn)
+        grads = torch.autograd.grad(loss, fresh.hidden if buffered else (fresh.hidden, fresh.head.weight))
+    found = dict(zip(("hidden", "weight"), (*grads, buffer), strict=False))
+    check_gradients(found, example)
+    assert torch.equal(torch.cat(seen), fresh.live.nonzero().squeeze(1))
+    counts = [None if count is None else int(count) for count in backend.counts]
+    assert counts == ([int(example.live.sum()), None] if ignored else [9])
+
+
+def test_a_speculated_single_pass_raises_before_its_loss_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Live, "on_device", property(lambda self: self._facts[0] if self._known is None else None))
+    fresh = small().fresh()
+    labels = fresh.labels.index_fill(0, torch.tensor([3]), -1)
+    with installed(Speculates(), alone=True), pytest.raises(InvalidInputError, match="got -1 at flat position 3"):
+        linear_policy_loss(fresh.hidden, fresh.head, labels, lambda scores, index: pytest.fail("a loss of what?"))
 
 
 @pytest.mark.parametrize("asked", [{"stats": ("mean_logit",)}, {"top_k": 3}, {}], ids=["stats", "kept-set", "labels"])

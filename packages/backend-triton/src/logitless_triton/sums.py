@@ -7,6 +7,8 @@ In fp16 dz comes multiplied by a power of two: its products are divided by it be
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
@@ -68,27 +70,39 @@ class Sums:
         half: bool = True,
     ) -> None:
         p, self.work, self.grad_buffer, self.half = work.problem, work, grad_buffer, half
-        self.hidden = work.empty(work.n, p.hidden.shape[1]) if needs.hidden else None
+        self.needs = needs
         self.lora_u = None
         if needs.lora_u and p.lora_u is not None:
             self.lora_u = work.empty(work.n, p.lora_u.shape[1]).zero_()
         self.bias = None if not needs.bias or p.bias is None else work.empty(*p.bias.shape).zero_()
         self.lora_b = None if not needs.lora_b or p.lora_b is None else work.empty(*p.lora_b.shape).zero_()
         self.scaled = work.operand == torch.float16
-        self.weight, self.direct = grad_buffer, False
-        if needs.weight and grad_buffer is None:
-            self.direct = passes == 1 and (half or p.weight.dtype != torch.float16)
-            dtype = p.weight.dtype if self.direct else torch.float32
-            self.weight = work.empty(*p.weight.shape, dtype=dtype)
-            if work.head.valid < p.weight.shape[0]:
-                self.weight[work.head.valid :] = 0
-        if self.hidden is not None and not work.head.valid:
-            self.hidden.zero_()
+        own_weight = needs.weight and grad_buffer is None
+        self.direct = own_weight and passes == 1 and (half or p.weight.dtype != torch.float16)
         self.tile: Tensor | None = None
         self.dz_scale: Tensor | None = None
         self.passes = 0
         self.fresh = True  # no block of columns has been added to d_hidden in this pass
         self.first = True  # no block of tokens has been added to this block of columns
+
+    @cached_property
+    def hidden(self) -> Tensor | None:
+        """[n, D]; made where it is first asked for, as d_weight is: a pass's first kernel need not wait for either."""
+        if not self.needs.hidden:
+            return None
+        hidden = self.work.empty(self.work.n, self.work.head.hidden_size)
+        return hidden if self.work.head.valid else hidden.zero_()
+
+    @cached_property
+    def weight(self) -> Tensor | None:
+        """[V, D], or the caller's buffer; 0 in rows that are padding."""
+        if self.grad_buffer is not None or not self.needs.weight:
+            return self.grad_buffer
+        like, valid = self.work.head.weight, self.work.head.valid
+        weight = self.work.empty(*like.shape, dtype=like.dtype if self.direct else torch.float32)
+        if valid < like.shape[0]:
+            weight[valid:] = 0
+        return weight
 
     def tiled(self, token_blocks: int) -> bool:
         """Whether d_weight's columns are summed in a tile before they are put in place."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -16,9 +17,10 @@ from torch.autograd import Function
 
 from logitless._arithmetic import plain_arithmetic
 from logitless._call import FIELDS, FIRST_ONLY, Call, make_call, spread
+from logitless._live import Live
 from logitless.errors import InputTypeError, InvalidInputError, UnsupportedError
 from logitless.head import LMHead
-from logitless.types import Needs, TokenLogProbs
+from logitless.types import Needs, PolicyResult, Problem, TokenLogProbs
 
 __all__ = ["LossFn", "linear_policy_loss"]
 
@@ -44,15 +46,27 @@ def _foreign_leaf(contributions: Tensor, leaves: list[Tensor]) -> bool:
     return False
 
 
-class _ChunkLoss:
-    """The caller's `loss_fn` as a backend's `TokenLoss`: checks what it returns and sums the loss."""
+class _SomeIgnored(Exception):
+    """Out of a backend that began before the host knew, as if no token were ignored."""
 
-    def __init__(self, call: Call, order: Tensor, loss_fn: LossFn, entropy_grad: bool, with_grad: bool) -> None:
-        self.call, self.order, self.loss_fn = call, order, loss_fn
+
+class _ChunkLoss:
+    """The caller's `loss_fn` as a backend's `TokenLoss`: checks what it returns and sums the loss.
+
+    Args:
+        order: the tokens that the backend was told to score.
+    """
+
+    def __init__(
+        self, call: Call, live: Live, order: Tensor, loss_fn: LossFn, entropy_grad: bool, with_grad: bool
+    ) -> None:
+        self.call, self.live, self.order, self.loss_fn = call, live, order, loss_fn
         self.entropy_grad, self.with_grad = entropy_grad, with_grad
         self.total = torch.zeros((), dtype=call.accumulation_dtype, device=call.hidden.device)
 
     def __call__(self, log_probs: Tensor, entropy: Tensor | None, tokens: range) -> tuple[Tensor, Tensor | None] | None:
+        if self.live.count != self.order.shape[0]:  # here the host waits, no sooner than `loss_fn` has to run
+            raise _SomeIgnored
         index = self.order[tokens.start : tokens.stop]
         ignored = None
         if not self.call.validate:  # nothing was compacted: what the loss says of ignored tokens is dropped
@@ -109,29 +123,33 @@ class _PolicyLoss(Function):
         needs = list(ctx.needs_input_grad[1:6]) if with_grad else [False] * 5
         needs[1] = needs[1] or (with_grad and grad_buffer is not None)
         gradients = (with_grad, settings["entropy_grad"], call.reduce_hidden_grad and (needs[0], needs[3]))
-        live = call.live("linear_policy_loss", entropy=entropy, gradients=gradients)
-        index, n_tokens = live.indices, call.labels.shape[0]
-        order = torch.arange(n_tokens, device=call.labels.device) if index is None else index
-        token_loss = _ChunkLoss(call, order, settings["loss_fn"], settings["entropy_grad"], with_grad)
-        with plain_arithmetic(call.hidden.device):
-            out = call.plugin.policy_loss(
-                call.problem(index),
-                entropy=entropy,
-                token_loss=token_loss,
-                needs=Needs(*needs),
-                grad_buffer=grad_buffer,
-            )
+        live, n_tokens = call.live("linear_policy_loss", entropy=entropy, gradients=gradients), call.labels.shape[0]
+
+        def solved(problem: Problem) -> tuple[PolicyResult, Tensor]:
+            order = torch.arange(n_tokens, device=call.labels.device) if problem.live is None else problem.live
+            token_loss = _ChunkLoss(call, live, order, settings["loss_fn"], settings["entropy_grad"], with_grad)
+            options = {"entropy": entropy, "needs": Needs(*needs), "grad_buffer": grad_buffer}
+            with plain_arithmetic(call.hidden.device):
+                return call.plugin.policy_loss(problem, token_loss=token_loss, **options), token_loss.total
+
+        found = None
+        if live.on_device is not None and not call.truncated and getattr(call.plugin, "speculates", False):
+            with suppress(_SomeIgnored):
+                found = solved(call.problem(None, live.on_device))
+        if found is None:
+            found = solved(call.problem(live.indices))
+        (out, total), index = found, live.indices
         log_probs = spread(out.log_probs, index, n_tokens)
         entropies = log_probs.new_empty(0) if out.entropy is None else spread(out.entropy, index, n_tokens)
         if not call.validate:
             log_probs, entropies = call.unchecked(log_probs, entropies)  # type: ignore[assignment]
-        found = out.gradients
-        ctx.gradients = [found.hidden, found.weight, found.bias, found.lora_u, found.lora_b]
+        made = out.gradients
+        ctx.gradients = [made.hidden, made.weight, made.bias, made.lora_u, made.lora_b]
         ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in call.differentiable]
         ctx.buffered = grad_buffer is not None
         ctx.multiply_ = getattr(call.plugin, "multiply_", Tensor.mul_)
         ctx.mark_non_differentiable(log_probs, entropies)
-        return token_loss.total, log_probs, entropies
+        return total, log_probs, entropies
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
