@@ -109,7 +109,7 @@ def kl_backward(
 ) -> Gradients:
     """The student's gradients for upstream [n]; the products of those that nobody needs are not run."""
     work, ref, kind = Work(student), Work(teacher), KINDS[direction]
-    sums, valid, half = Sums(work, needs, None), work.head.valid, student.workspace_bytes // 2
+    sums, valid = Sums(work, needs, None), work.head.valid
     if not work.n:
         return sums.finish()
     rows, ref_rows = work.rows(0, work.n), ref.rows(0, work.n)
@@ -119,25 +119,36 @@ def kl_backward(
     sums.begin_pass(dz_scale)
     up = rows.f * grad * (work.head.slope * (1.0 - beta if kind == JSD else 1.0))
     up = up if dz_scale is None else up * dz_scale
-    blocks = Blocks.plan(work.n, valid, work.head.hidden_size, work.item, half, sums.tiled(1))
-    spans = blocks.of_tokens(work.n)
-    buffer = work.empty(min(blocks.tokens, work.n), blocks.columns, dtype=work.operand)
-    fit = half // (8 * blocks.columns)
-    most = min(work.n, max(1, fit // 128 * 128 or fit))
-    mine, other = (_Block(one, those, most, blocks.columns) for one, those in ((work, rows), (ref, ref_rows)))
-    for start, stop in blocks.of_columns(0, valid):
+    held = 4 + 4  # bytes of a logit of both heads, beside its dz
+    blocks = Blocks.plan(work.n, valid, work.head.hidden_size, held + work.item, student.workspace_bytes, sums.tiled(1))
+    columns, spans = _whole_waves(work, blocks), blocks.of_tokens(work.n)
+    most = min(blocks.tokens, work.n)
+    mine, other = (_Block(one, those, most, columns) for one, those in ((work, rows), (ref, ref_rows)))
+    buffer = work.empty(most, columns, dtype=work.operand)
+    for start in range(0, valid, columns):
+        stop = min(start + columns, valid)
         sums.open(start, stop, len(spans))
         for begin, end in spans:
-            dz = buffer[: end - begin, : stop - start]
-            for first in range(begin, end, most):
-                last = min(first + most, end)
-                x, y = (block.logits(start, stop, first, last) for block in (mine, other))
-                of = slice(first, last)
-                _dz(work, x, y, (rows.f[of], ref_rows.f[of]), stats[:, of], up[of], dz[first - begin :], kind, beta)
+            x, y = (block.logits(start, stop, begin, end) for block in (mine, other))
+            dz, of = buffer[: end - begin, : stop - start], slice(begin, end)
+            _dz(work, x, y, (rows.f[of], ref_rows.f[of]), stats[:, of], up[of], dz, kind, beta)
             sums.add(dz, rows.span(begin, end), begin, start)
         sums.close(start, stop)
     sums.end_pass(0, work.n)
     return sums.finish()
+
+
+def _whole_waves(work: Work, blocks: Blocks) -> int:
+    """Columns of a block: at most the plan's, where the multiprocessors' last turn at its tiles is fullest."""
+    tile = work.config.forward
+    rows, programs, most = ceil_div(min(blocks.tokens, work.n), tile.rows), work.programs(tile), blocks.columns
+    most = max(1, most // tile.columns)
+
+    def full(columns: int) -> float:
+        tiles = rows * columns
+        return tiles / (ceil_div(tiles, programs) * programs)
+
+    return tile.columns * max(range(ceil_div(3 * most, 4), most + 1), key=lambda columns: (full(columns), columns))
 
 
 def _dz(
@@ -151,9 +162,8 @@ def _dz(
     kind: int,
     beta: float,
 ) -> None:
-    """dz of as many tokens as up [m] is for, into the first rows of out [>= m, C]."""
-    count, columns = up.shape[0], out.shape[1]
-    block_rows, block = (16, 512) if work.interpreted else (4, 1024)
+    """dz of a block [m, C] from its logits."""
+    (count, columns), (block_rows, block) = out.shape, (16, 512) if work.interpreted else (4, 1024)
     divergence_dz_kernel[(ceil_div(count, block_rows), ceil_div(columns, block))](
         x,
         y,

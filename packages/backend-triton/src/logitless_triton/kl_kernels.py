@@ -48,7 +48,7 @@ def _row_facts(f_ptr, ref_f_ptr, stats, rows, inside, stride_stats):
     return f, M, log_s, ref_f, ref_M, ref_log_s
 
 
-@triton.jit(do_not_specialize=["N", "V", "stride_stats"])
+@triton.jit(do_not_specialize=["N", "stride_stats"])
 def divergence_kernel(
     held,
     ref_held,
@@ -94,7 +94,7 @@ def divergence_kernel(
     tl.store(out + N + rows, tl.sum(other, 1), mask=inside)
 
 
-@triton.jit(do_not_specialize=["N", "V", "stride_stats"])
+@triton.jit(do_not_specialize=["N", "stride_stats"])
 def divergence_dz_kernel(
     held,
     ref_held,
