@@ -2,10 +2,10 @@
 
     python benchmarks/tables.py [--check]
 
-A table stands between `<!-- table: KIND FILES [SHAPES] -->` and `<!-- /table -->`, where FILES are results of
-`logitless bench --json` on one machine, joined by + (what an earlier one holds is not taken from a later one), KIND is
-one of `KINDS`, and SHAPES a list with commas; all, if it is not given. With --check nothing is written, and the exit
-code is 1 where a page is not current.
+A table stands between `<!-- table: KIND FILES [SHAPES] -->` and `<!-- /table -->`. FILES are results of
+`logitless bench --json` on one machine, joined by + (what an earlier one holds is not taken from a later one), and
+SHAPES a list with commas; all, if it is not given. Or it is one file of another script's results. KIND is one of
+`KINDS`. With --check nothing is written, and the exit code is 1 where a page is not current.
 """
 
 from __future__ import annotations
@@ -19,7 +19,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("README.md", "docs/performance.md", "docs/training-loop.md", "packages/backend-triton/README.md")
+PAGES = (
+    "README.md",
+    *(f"docs/{name}.md" for name in ("mcore", "performance", "training-loop", "trl")),
+    "packages/backend-triton/README.md",
+)
 RESULTS = ROOT / "benchmarks" / "results"
 REGION = re.compile(r"(<!-- table: (\S+) (\S+)(?: (\S+))? -->\n).*?(<!-- /table -->)", re.DOTALL)
 ORDER = " s1 s2 s3 s4 s5 l n256 n1024 n2048 small custom "
@@ -152,7 +156,70 @@ def setting(record: Record) -> str:
     return text + (f"\n{record['note']}.\n" if "note" in record else "")
 
 
-KINDS = {"times": times, "all-times": all_times, "ratios": ratios, "errors": errors, "against-logits": against_logits}
+def steps(record: Record) -> str:
+    """Seconds and the peak of memory of each run of one script (`trl_step.py`, `mcore_step.py`)."""
+    lines = [
+        [name, run["not_run"], ""]
+        if "not_run" in run
+        else [name, f"{run['median_seconds']:.3f}", f"{run['peak_bytes'] / 2**30:.1f}"]
+        for name, run in record["runs"].items()
+    ]
+    return _setting(record) + markdown(["run", "s", "peak GiB"], lines)
+
+
+def _setting(record: Record) -> str:
+    """Where, when and with what a script other than `logitless bench` measured."""
+    card = record.get("card") or record["device"]["name"]
+    known = ", ".join(f"{name} {found}" for name, found in record["versions"].items() if found)
+    return f"{card}, {record['date']}; {known}.\n\n"
+
+
+def checked(record: Record) -> str:
+    """The errors that `mcore_step.py` looked at before it timed anything."""
+    return markdown(["what", "difference"], [[what, f"{found:.1e}"] for what, found in record["errors"].items()])
+
+
+def engine(record: Record) -> str:
+    """Relative errors of `te_thd.py` against fp32, and the largest of all gradients."""
+    found: dict[str, list[dict[str, float]]] = {}
+    for name, errors in record["relative_errors"].items():
+        found.setdefault("largest of the gradients" if name.startswith("gradient") else name, []).append(errors)
+    columns = {"transformer_engine": "Transformer Engine", "ours": "varlen_attn", "between_them": "between them"}
+    lines = [[name, *(f"{max(of[key] for of in each):.1e}" for key in columns)] for name, each in found.items()]
+    return markdown(["relative L2 difference, bf16 against fp32", *columns.values()], lines)
+
+
+def divergences(record: Record) -> str:
+    """`kl.py`: milliseconds, over those of the products, peak and errors, forward and backward together."""
+    lines = []
+    for result in record["results"]:
+        lines.append([f"*{result['direction']}*", *[""] * 5])
+        for row in sorted(result["rows"], key=lambda row: float(row["median_ms"])):
+            if row["mode"] == "backward":
+                name = "**logitless**" if row["kind"] == "ours" else row["name"]
+                errors = [f"{row['errors'][key]:.1e}" if row["errors"] else "–" for key in ("divergence", "d_weight")]
+                peak = "–" if row["peak_gib"] is None else f"{row['peak_gib']:.1f}"
+                lines.append([name, f"{row['median_ms']:.1f}", f"{row['ratio']:.2f}", peak, *errors])
+        lines += [[f"not run: {name}, {reason}", *[""] * 5] for name, reason in result["not_run"].items()]
+    header = ["forward + backward", "ms", "× products", "peak GiB", "error, nats", "d_weight, relative"]
+    return _setting(record) + markdown(header, lines)
+
+
+def kept_sets(record: Record) -> str:
+    """`kept_sets.py`: milliseconds of the forward, over those of the plain one, by the size of the logits."""
+    lines = []
+    for result in record["results"]:
+        lines.append([f"*logits of standard deviation {result['std']:g}*", *[""] * 4])
+        for row in (row for row in result["rows"] if row["mode"] == "forward"):
+            kept = f"{result['kept_tokens'][row['set']]:,.0f}"
+            name = row["name"].replace(record["backend"], "**logitless**")
+            peak = f"{row['peak_gib']:.1f}"
+            lines.append([name, kept, f"{row['median_ms']:.1f}", f"{row['ratio']:.2f}", peak])
+    return _setting(record) + markdown(["forward", "kept, median", "ms", "× plain", "peak GiB"], lines)
+
+
+KINDS = {"steps": steps, "checked": checked, "engine": engine, "divergences": divergences, "kept-sets": kept_sets}
+KINDS |= {"times": times, "all-times": all_times, "ratios": ratios, "errors": errors, "against-logits": against_logits}
 KINDS["setting"] = setting
 
 
@@ -167,7 +234,8 @@ def joined(files: str) -> Record:
             have = {(row["name"], row["mode"]) for row in mine["rows"]}
             mine["rows"] += [row for row in shape["rows"] if (row["name"], row["mode"]) not in have]
             mine["not_run"] = {**shape["not_run"], **mine["not_run"]}
-    first["shapes"] = dict(sorted(first["shapes"].items(), key=lambda item: ORDER.find(f" {item[0]} ")))
+    if "shapes" in first:
+        first["shapes"] = dict(sorted(first["shapes"].items(), key=lambda item: ORDER.find(f" {item[0]} ")))
     return first
 
 

@@ -120,10 +120,60 @@ def test_against_logits(tables: ModuleType) -> None:
     ]
 
 
-def test_the_results_behind_them_have_the_commands_form(tables: ModuleType) -> None:
+SCRIPTS = {"steps": "runs", "checked": "errors", "engine": "relative_errors", "divergences": "results"}
+SCRIPTS["kept-sets"] = "results"
+
+
+def test_the_results_behind_them_have_the_form_of_their_kind(tables: ModuleType) -> None:
     pages = "".join((ROOT / name).read_text() for name in tables.PAGES)
-    files = {file for _, _, joined, *_ in tables.REGION.findall(pages) for file in joined.split("+")}
-    assert files
-    for file in sorted(files):
-        found = json.loads((tables.RESULTS / file).read_text())
-        assert {"date", "device", "versions", "dtype", "shapes"} <= set(found), file
+    wanted = {(kind, file) for _, kind, joined, *_ in tables.REGION.findall(pages) for file in joined.split("+")}
+    assert wanted
+    for kind, file in sorted(wanted):
+        keys = {SCRIPTS[kind]} if kind in SCRIPTS else {"device", "versions", "dtype", "shapes"}
+        assert {"date", *keys} <= set(json.loads((tables.RESULTS / file).read_text())), file
+
+
+def test_steps(tables: ModuleType) -> None:
+    runs = {"ours": {"median_seconds": 0.5, "peak_bytes": 3 << 29}, "theirs": {"not_run": "out of memory"}}
+    found = tables.steps({"card": "a card", "date": "2026-01-01", "versions": {"torch": "2.11"}, "runs": runs})
+    assert found.splitlines()[0] == "a card, 2026-01-01; torch 2.11."
+    assert found.splitlines()[-2:] == ["| ours | 0.500 | 1.5 |", "| theirs | out of memory |  |"]
+
+
+def test_the_largest_of_the_gradients(tables: ModuleType) -> None:
+    keys = ("transformer_engine", "ours", "between_them")
+    each = {"log_probs": 1e-3, "gradient of a": 0.25, "gradient of b": 0.5}
+    found = tables.engine({"relative_errors": {name: dict.fromkeys(keys, error) for name, error in each.items()}})
+    assert found.splitlines()[2:] == [
+        "| log_probs | 1.0e-03 | 1.0e-03 | 1.0e-03 |",
+        "| largest of the gradients | 5.0e-01 | 5.0e-01 | 5.0e-01 |",
+    ]
+
+
+@pytest.fixture
+def script() -> dict[str, Any]:
+    errors = {"divergence": 1e-6, "d_weight": 0.002}
+    rows = [
+        row("TRL", "peer", "backward", 4.0, errors=errors, set="k"),
+        row("triton, k", "ours", "backward", 3.0, errors=errors, set="k"),
+        row("triton, k", "ours", "forward", 1.0, errors=errors, set="k"),
+    ]
+    result = {"direction": "jsd", "std": 5.0, "rows": rows, "not_run": {"Liger": "it broke"}, "kept_tokens": {"k": 50}}
+    about = {"date": "2026-01-01", "device": {"name": "a card"}, "versions": {"torch": "2.11"}, "backend": "triton"}
+    return {**about, "results": [result]}
+
+
+def test_divergences(tables: ModuleType, script: dict[str, Any]) -> None:
+    assert tables.divergences(script).splitlines()[-4:] == [
+        "| *jsd* |  |  |  |  |  |",
+        "| **logitless** | 3.0 | 1.50 | 0.2 | 1.0e-06 | 2.0e-03 |",
+        "| TRL | 4.0 | 2.00 | 0.2 | 1.0e-06 | 2.0e-03 |",
+        "| not run: Liger, it broke |  |  |  |  |  |",
+    ]
+
+
+def test_kept_sets(tables: ModuleType, script: dict[str, Any]) -> None:
+    assert tables.kept_sets(script).splitlines()[-2:] == [
+        "| *logits of standard deviation 5* |  |  |  |  |",
+        "| **logitless**, k | 50 | 1.0 | 0.50 | 0.2 |",
+    ]
