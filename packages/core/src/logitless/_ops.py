@@ -8,9 +8,9 @@ kernels of a few hundred tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from logitless._arithmetic import plain_arithmetic
 from logitless._call import FIRST_ONLY, Call, spread
 from logitless._live import Live
 from logitless.errors import UnsupportedError
-from logitless.types import STATS, Forwarded, Gradients, Needs, Problem
+from logitless.types import STATS, Forwarded, Gradients, Needs
 
 __all__ = ["linear_log_probs_op", "scores"]
 
@@ -40,28 +40,37 @@ _SIZE = len(fields(Call))
 _TENSORS, _LABELS = 7, 5  # of a call, its first fields; the first five are differentiable, and then come labels
 
 
-def _forward(
-    call: Call, entropy: bool, entropy_grad: bool, keep_bytes: int, wanted: Sequence[str] = ()
-) -> tuple[Forwarded, Live]:
-    """Scores of all N tokens, and the statistics that are wanted."""
-    live = call.live("linear_log_probs", entropy=entropy, entropy_grad=entropy_grad, stats=tuple(wanted))
-    kept_shape = call.kept_shape(entropy, entropy_grad, keep_bytes, wanted)
-    backend = call.plugin
-    options: dict[str, Any] = {"entropy": entropy, "entropy_grad": entropy_grad, "kept_shape": kept_shape}
+Found = TypeVar("Found")
 
-    def solved(problem: Problem) -> Forwarded:
-        with plain_arithmetic(call.hidden.device):
-            return backend.forward(problem, **options)
 
-    out = None
+def _asked(call: Call, entropy: bool, entropy_grad: bool, wanted: Sequence[str]) -> Live:
+    return call.live("linear_log_probs", entropy=entropy, entropy_grad=entropy_grad, stats=tuple(wanted))
+
+
+def _answered(call: Call, live: Live, wanted: Sequence[str], solve: Callable[[bool], Found]) -> Found:
+    """What `solve` makes of a call: before the host knows, as if every token were live (True), or of those that are.
+
+    The wait comes last: what is done before it, the device's work hides.
+    """
     # Of a plain call only: what else looks at logits again would not leave at once, and gains little.
     plain = not (wanted or call.truncated or call.labels.ndim == 2)
-    if plain and live.on_device is not None and getattr(backend, "speculates", False):
-        out = solved(call.problem(None, live.on_device))
-    if out is None or live.indices is not None:
-        out = None  # its memory first
-        out = solved(call.problem(live.indices, stats=tuple(wanted)))
-    n_tokens, index = call.labels.shape[0], live.indices
+    if plain and live.on_device is not None and getattr(call.plugin, "speculates", False):
+        found = solve(True)
+        if live.indices is None:
+            return found
+        del found  # its memory first
+    return solve(False)
+
+
+def _forward(
+    call: Call, live: Live, ahead: bool, entropy: bool, entropy_grad: bool, keep_bytes: int, wanted: Sequence[str]
+) -> Forwarded:
+    """Scores of all N tokens, and the statistics that are wanted; `ahead` as `_answered` has it."""
+    kept_shape = call.kept_shape(entropy, entropy_grad, keep_bytes, wanted)
+    problem = call.problem(None, live.on_device) if ahead else call.problem(live.indices, stats=tuple(wanted))
+    with plain_arithmetic(call.hidden.device):
+        out = call.plugin.forward(problem, entropy=entropy, entropy_grad=entropy_grad, kept_shape=kept_shape)
+    n_tokens, index = call.labels.shape[0], problem.live
     log_probs, stats = out.log_probs, spread(out.stats, index, n_tokens)
     log_probs = spread(log_probs, index, n_tokens) if log_probs.ndim == 1 else _spread_rows(log_probs, index, n_tokens)
     entropies = log_probs.new_empty(0) if out.entropy is None else spread(out.entropy, index, n_tokens)
@@ -70,7 +79,7 @@ def _forward(
         log_probs, entropies = call.unchecked(log_probs, entropies)  # type: ignore[assignment]
     elif log_probs.ndim == 2:
         log_probs = log_probs.masked_fill_(call.labels == call.ignore_index, 0.0)
-    return Forwarded(log_probs, entropies, stats, out.kept, extras), live
+    return Forwarded(log_probs, entropies, stats, out.kept, extras)
 
 
 def _spread_rows(values: Tensor, live: Tensor | None, n_tokens: int) -> Tensor:
@@ -90,8 +99,13 @@ def linear_log_probs_op(*args: Any) -> tuple[Tensor, ...]:
     `order` begins with the live tokens' indices; log_probs are in labels' shape; extras are the wanted statistics,
     [rows, N].
     """
-    call, options = Call(*args[:_SIZE]), args[_SIZE:]
-    out, live = _forward(call, *options)
+    call, (entropy, entropy_grad, keep_bytes, wanted) = Call(*args[:_SIZE]), args[_SIZE:]
+    live = _asked(call, entropy, entropy_grad, wanted)
+
+    def solve(ahead: bool) -> Forwarded:
+        return _forward(call, live, ahead, entropy, entropy_grad, keep_bytes, wanted)
+
+    out = _answered(call, live, wanted, solve)
     extras = out.log_probs.new_empty(0, call.labels.shape[0]) if out.extras is None else out.extras
     assert out.entropy is not None
     return out.log_probs, out.entropy, out.stats, *_order(call, live.indices), out.kept, extras
@@ -221,11 +235,12 @@ class _Plain(Function):
 
     @staticmethod
     def forward(ctx: Any, options: tuple[Any, ...], *inputs: Any) -> tuple[Tensor, Tensor, Tensor | None]:
-        call, (entropy, entropy_grad, keep_bytes, wanted, ctx.grad_buffer) = Call(*inputs), options
-        out, live = _forward(call, entropy, entropy_grad, keep_bytes, wanted)
+        call, (live, ahead, *asked, grad_buffer) = Call(*inputs), options
+        out = _forward(call, live, ahead, *asked)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs[:_TENSORS], out.stats, live.indices, out.kept)
-        ctx.numbers = inputs[_TENSORS:]  # grad_buffer isn't saved: one backward may write it before another's has run
+        ctx.save_for_backward(*inputs[:_TENSORS], out.stats, None if ahead else live.indices, out.kept)
+        ctx.numbers, ctx.grad_buffer = inputs[_TENSORS:], grad_buffer
+        # grad_buffer isn't saved: one backward may write it before another's has run
         if out.extras is not None:
             ctx.mark_non_differentiable(out.extras)
         return out.log_probs, out.entropy, out.extras  # type: ignore[return-value]
@@ -284,8 +299,12 @@ def scores(
     if grad_buffer is None and _looked_on(call.differentiable):
         log_probs, entropies, *_, extras = linear_log_probs_op(*call.args, *options, list(wanted))
     else:
-        options_plain = (*options, wanted, grad_buffer)
-        log_probs, entropies, extras = _Plain.apply(options_plain, *call.args)  # type: ignore[no-untyped-call]
+        live, inputs = _asked(call, entropy, entropy_grad, wanted), call.args
+
+        def solve(ahead: bool) -> Any:
+            return _Plain.apply((live, ahead, *options, wanted, grad_buffer), *inputs)  # type: ignore[no-untyped-call]
+
+        log_probs, entropies, extras = _answered(call, live, wanted, solve)
     return log_probs, entropies, _named(call, extras, wanted) if wanted else None
 
 
