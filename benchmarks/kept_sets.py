@@ -2,9 +2,9 @@
 
 python benchmarks/kept_sets.py [--shape s1] [--backend triton] [--sets k,p,k-p] [--std 5,1] [--json kept_sets.json]
 
-On a GPU the Triton backend serves them under LOGITLESS_TRITON_UNTRIED=1. How many tokens a set keeps decides what
-top_p costs, so logits of several sizes are timed: at a standard deviation of 5 some hundred of 151,936 hold 95 % of the
-mass, at 1 three quarters of them do. Labels are drawn from the whole distribution: some are not in the set.
+How many tokens a set keeps decides what top_p costs, so logits of several sizes are timed: at a standard deviation of 5
+some hundred of 151,936 hold 95 % of the mass, at 1 three quarters of them do. Labels are drawn from the whole
+distribution: some are not in the set.
 
 Of every candidate the first tokens of the call that is timed are compared with the reference in float64, and the
 gradients that they alone make. Nothing is timed if ours is off; another function that is off is not timed.

@@ -99,7 +99,6 @@ COMMANDS: dict[str, tuple[dict[str, str], dict[str, st.SearchStrategy[str | None
 ENVIRONMENT = {
     "LOGITLESS_BACKEND": of("torch", "triton"),
     "LOGITLESS_DEBUG": of("1", "yes"),
-    "LOGITLESS_TRITON_UNTRIED": of("1"),
     "WORLD_SIZE": of("1", "2"),
     "RANK": of("0", "5"),
     "LOCAL_RANK": of("0", "5"),

@@ -31,5 +31,3 @@ def _interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
         if not isinstance(tl.sum, InterpretedFunction):
             pytest.skip("Triton was imported before its interpreter could be chosen")
         monkeypatch.setenv("TRITON_INTERPRET", "1")
-    else:  # here is where it is tried
-        monkeypatch.setenv("LOGITLESS_TRITON_UNTRIED", "1")

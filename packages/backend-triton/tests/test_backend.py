@@ -83,26 +83,3 @@ def test_capability(capability: tuple[int, int], served: bool, monkeypatch: pyte
     monkeypatch.setattr(torch.version, "hip", None)
     reason = TritonBackend().supports(request_on("cuda"))
     assert reason is None if served else "has 7.5" in str(reason)
-
-
-@pytest.mark.parametrize(
-    ("asked", "said"),
-    [
-        ({"ref_dtypes": (torch.bfloat16, torch.bfloat16)}, "its linear_kl has not been run on a GPU yet"),
-        ({"kept_set": True, "stats": ("is_kept",)}, "its top_k and top_p, stats have not been run on a GPU yet"),
-        ({"several_labels": True}, "its several labels have not been run on a GPU yet"),
-        ({"best": True}, "its top_k_log_probs has not been run on a GPU yet"),
-    ],
-    ids=["kl", "kept-set", "labels", "best"],
-)
-def test_what_was_not_run_on_a_gpu_is_refused_there(
-    asked: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "device_facts", lambda device: Device((9, 0), 132))
-    monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.delenv(module.UNTRIED, raising=False)
-    assert TritonBackend().supports(request_on("cuda")) is None
-    request_ = request_on("cuda", **asked)
-    assert said in str(TritonBackend().supports(request_))
-    monkeypatch.setenv(module.UNTRIED, "1")
-    assert TritonBackend().supports(request_) is None

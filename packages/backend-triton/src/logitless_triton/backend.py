@@ -15,9 +15,6 @@ from logitless_triton.layout import kept_length
 
 __all__ = ["TritonBackend"]
 
-UNTRIED = "LOGITLESS_TRITON_UNTRIED"
-"""Variable of the environment that lets through what was only run in the interpreter."""
-
 SERVED = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -32,7 +29,7 @@ class TritonBackend:
 
     def supports(self, request: Request) -> str | None:
         """None, or why a request cannot be served: device, dtypes, or what is missing."""
-        return _missing() or _device(request.device) or _dtypes(request) or _untried(request)
+        return _missing() or _device(request.device) or _dtypes(request)
 
     def kept_shape(self, request: Request, keep_bytes: int) -> tuple[int, ...]:
         """Room for the leading vocab columns of all tokens, as many as `keep_bytes` allows."""
@@ -159,23 +156,3 @@ def _pair(hidden: torch.dtype, weight: torch.dtype, device: torch.device) -> str
     if device.type == "cpu" and weight == torch.bfloat16:
         return "Triton's interpreter computes bfloat16 products wrongly; use float32 or float16 there"
     return None
-
-
-NAMES = {
-    "kept_set": "top_k and top_p",
-    "several_labels": "several labels",
-    "stats": "stats",
-    "top_k_log_probs": "top_k_log_probs",
-}
-"""Features as the user knows them."""
-
-
-def _untried(request: Request) -> str | None:
-    if request.device.type != "cuda" or os.environ.get(UNTRIED):
-        return None
-    asked = ["linear_kl"] if request.ref_dtypes is not None else []
-    asked += [name for feature, name in NAMES.items() if feature in request.features]
-    if not asked:
-        return None
-    verb = "has" if asked in (["linear_kl"], ["top_k_log_probs"]) else "have"
-    return f"its {', '.join(asked)} {verb} not been run on a GPU yet; take the torch backend, or set {UNTRIED}=1"
