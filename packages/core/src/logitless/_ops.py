@@ -231,15 +231,15 @@ linear_log_probs_op.register_autograd(_backward, setup_context=_save)
 
 
 class _Plain(Function):
-    """The ops' two directions without the dispatcher."""
+    """The ops' two directions without the dispatcher; its inputs are what is differentiated, of a call."""
 
     @staticmethod
-    def forward(ctx: Any, options: tuple[Any, ...], *inputs: Any) -> tuple[Tensor, Tensor, Tensor | None]:
-        call, (live, ahead, *asked, grad_buffer) = Call(*inputs), options
-        out = _forward(call, live, ahead, *asked)
+    def forward(ctx: Any, call: Call, options: tuple[Any, ...], *_: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+        live, ahead, *asked, grad_buffer = options
+        out, args = _forward(call, live, ahead, *asked), call.args
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs[:_TENSORS], out.stats, None if ahead else live.indices, out.kept)
-        ctx.numbers, ctx.grad_buffer = inputs[_TENSORS:], grad_buffer
+        ctx.save_for_backward(*args[:_TENSORS], out.stats, None if ahead else live.indices, out.kept)
+        ctx.numbers, ctx.grad_buffer = args[_TENSORS:], grad_buffer
         # grad_buffer isn't saved: one backward may write it before another's has run
         if out.extras is not None:
             ctx.mark_non_differentiable(out.extras)
@@ -248,13 +248,12 @@ class _Plain(Function):
     @staticmethod
     def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None, _: Any) -> tuple[Any, ...]:
         saved = ctx.saved_tensors  # once, as above
-        unfound = (None,) * (_SIZE - 5)
         if grad_log_probs is None and grad_entropy is None:
-            return (None,) * 6 + unfound
+            return (None,) * 7
         call, made = Call(*saved[:_TENSORS], *ctx.numbers), Made(*saved[_TENSORS:])
         if grad_log_probs is None:
             grad_log_probs = made.stats.new_zeros(call.labels.shape)
-        needs = list(ctx.needs_input_grad[1:6])
+        needs = list(ctx.needs_input_grad[2:])
         if ctx.grad_buffer is not None:
             if torch.is_grad_enabled():  # a graph of this backward is being made, and the buffer cannot take part
                 _no_double_backward(ctx)
@@ -273,7 +272,7 @@ class _Plain(Function):
             last = not torch._C._autograd._get_current_graph_task_keep_graph()
             found = _gradients(call, made, grad_log_probs, grad_entropy, needs, ctx.grad_buffer, last)
         weight = None if ctx.grad_buffer is not None else found.weight
-        return (None, found.hidden, weight, found.bias, found.lora_u, found.lora_b, *unfound)
+        return None, None, found.hidden, weight, found.bias, found.lora_u, found.lora_b
 
 
 def _batched(*grads: Tensor | None) -> bool:
@@ -299,10 +298,11 @@ def scores(
     if grad_buffer is None and _looked_on(call.differentiable):
         log_probs, entropies, *_, extras = linear_log_probs_op(*call.args, *options, list(wanted))
     else:
-        live, inputs = _asked(call, entropy, entropy_grad, wanted), call.args
+        live = _asked(call, entropy, entropy_grad, wanted)
 
         def solve(ahead: bool) -> Any:
-            return _Plain.apply((live, ahead, *options, wanted, grad_buffer), *inputs)  # type: ignore[no-untyped-call]
+            asked = (live, ahead, *options, wanted, grad_buffer)
+            return _Plain.apply(call, asked, *call.differentiable)  # type: ignore[no-untyped-call]
 
         log_probs, entropies, extras = _answered(call, live, wanted, solve)
     return log_probs, entropies, _named(call, extras, wanted) if wanted else None

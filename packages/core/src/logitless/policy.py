@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from logitless._arithmetic import plain_arithmetic
-from logitless._call import FIELDS, FIRST_ONLY, Call, make_call, spread
+from logitless._call import FIRST_ONLY, Call, make_call, spread
 from logitless._live import Live
 from logitless.errors import InputTypeError, InvalidInputError, UnsupportedError
 from logitless.head import LMHead
@@ -117,10 +117,9 @@ class _ChunkLoss:
 
 class _PolicyLoss(Function):
     @staticmethod
-    def forward(ctx: Any, settings: dict[str, Any], *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-        call = Call(*inputs)
+    def forward(ctx: Any, call: Call, settings: dict[str, Any], *_: Any) -> tuple[Tensor, Tensor, Tensor]:
         entropy, grad_buffer, with_grad = settings["entropy"], settings["grad_buffer"], settings["with_grad"]
-        needs = list(ctx.needs_input_grad[1:6]) if with_grad else [False] * 5
+        needs = list(ctx.needs_input_grad[2:]) if with_grad else [False] * 5
         needs[1] = needs[1] or (with_grad and grad_buffer is not None)
         gradients = (with_grad, settings["entropy_grad"], call.reduce_hidden_grad and (needs[0], needs[3]))
         live, n_tokens = call.live("linear_policy_loss", entropy=entropy, gradients=gradients), call.labels.shape[0]
@@ -175,7 +174,7 @@ class _PolicyLoss(Function):
             None if gradient is None else gradient.to(dtype)
             for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)
         )
-        return (None, *rounded, *(None,) * (len(FIELDS) - 5))
+        return (None, None, *rounded)
 
 
 def linear_policy_loss(
@@ -276,5 +275,5 @@ def _single_pass(
         "grad_buffer": head.grad_buffer if isinstance(head, LMHead) else None,
         "with_grad": needs_grad,
     }
-    loss, log_probs, entropies = _PolicyLoss.apply(settings, *call.args)  # type: ignore[no-untyped-call]
+    loss, log_probs, entropies = _PolicyLoss.apply(call, settings, *call.differentiable)  # type: ignore[no-untyped-call]
     return loss, TokenLogProbs(log_probs.view(labels.shape), entropies.view(labels.shape) if entropy else None)
