@@ -120,6 +120,16 @@ def test_our_errors_end_with_their_message(monkeypatch: pytest.MonkeyPatch, caps
     assert "error: name: got [nobody], expected [somebody]" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("arguments", [[], ["--json"]], ids=str)
+def test_doctor_refuses_a_backend_that_nobody_knows_and_prints_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    assert main(monkeypatch, "doctor", "--backend", "typo", *arguments) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("error: --backend: got 'typo', expected one of reference, ")
+
+
 @pytest.mark.usefixtures("greet")
 def test_a_command_of_a_missing_package_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -11,7 +11,7 @@ import torch
 
 from logitless import _registry
 from logitless.doctor import doctor, report
-from logitless.errors import InvalidInputError, UnsupportedError
+from logitless.errors import InvalidInputError, NotFoundError, UnsupportedError
 from logitless.testing import ReferenceBackend, installed
 from logitless.types import Request
 
@@ -63,6 +63,15 @@ def test_a_backend_that_is_not_installed() -> None:
 def test_the_environment_asks_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOGITLESS_BACKEND", "triton")
     assert report()["chosen"] is None
+
+
+def test_a_backend_that_nobody_knows_is_refused_by_what_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = r"got 'typo', expected one of reference, torch \(pip install logitless-torch\), triton \(pip install "
+    with pytest.raises(NotFoundError, match="^--backend: " + known):
+        report(backend="typo")
+    monkeypatch.setenv("LOGITLESS_BACKEND", "typo")
+    with pytest.raises(NotFoundError, match="^use_backend or LOGITLESS_BACKEND: " + known):
+        report()
 
 
 @pytest.mark.parametrize(

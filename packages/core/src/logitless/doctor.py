@@ -17,6 +17,8 @@ from logitless._registry import (
     ADAPTERS,
     BACKENDS,
     COMMANDS,
+    ENVIRONMENT,
+    INSTALL,
     Choice,
     PluginStatus,
     explain_choice,
@@ -24,7 +26,7 @@ from logitless._registry import (
     requested_backend,
     statuses,
 )
-from logitless.errors import InvalidInputError, LogitlessError
+from logitless.errors import InvalidInputError, LogitlessError, NotFoundError
 from logitless.types import Request
 
 __all__ = ["call_request", "doctor", "report"]
@@ -53,6 +55,15 @@ def call_request(device: str | None, dtype: str) -> Request:
     )
 
 
+def _check_known(requested: str, option: str | None) -> None:
+    """Raise for a name that no backend bears; one that could be installed is left to the report."""
+    installed = [status.name for status in statuses(BACKENDS)]
+    if requested not in {*installed, *INSTALL[BACKENDS]}:
+        could = [f"{name} (pip install {dist})" for name, dist in INSTALL[BACKENDS].items() if name not in installed]
+        asked = "--backend" if option else f"use_backend or {ENVIRONMENT}"
+        raise NotFoundError(f"{asked}: got {requested!r}, expected one of {', '.join([*installed, *could])}")
+
+
 def _verdicts(path: str) -> dict[str, Any]:
     """What each adapter says of a checkpoint."""
     verdicts: dict[str, Any] = {}
@@ -73,9 +84,16 @@ def _row(status: PluginStatus) -> dict[str, Any]:
 def report(
     model: str | None = None, backend: str | None = None, device: str | None = None, dtype: str = "bfloat16"
 ) -> dict[str, Any]:
-    """All that `doctor` prints, as JSON-ready data."""
-    request = call_request(device, dtype)
+    """All that `doctor` prints, as JSON-ready data.
+
+    Raises:
+        InvalidInputError: the device or the dtype is none.
+        NotFoundError: the backend that is asked for is neither installed nor known.
+    """
     requested = requested_backend(backend)
+    if requested is not None:
+        _check_known(requested, backend)
+    request = call_request(device, dtype)
     choice: Choice = explain_choice(request, requested)
     found = {
         "python": platform.python_version(),
