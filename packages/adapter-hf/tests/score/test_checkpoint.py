@@ -59,13 +59,18 @@ def test_unreadable_files_are_named(copy: Path) -> None:
     (copy / "model.safetensors").write_bytes(b"cut off")
     with pytest.raises(InvalidInputError, match="the weights in .* cannot be read"):
         Checkpoint(copy).load(None, torch.device("cpu"))
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (copy / name).unlink()
+    (copy / "tokenizer.json").write_text("{")
     with pytest.raises(InvalidInputError, match="the tokenizer in .* cannot be read"):
         _ = Checkpoint(copy).tokenizer
     (copy / "config.json").write_text("{")
     with pytest.raises(InvalidInputError, match="the config in .* cannot be read"):
         Checkpoint(copy)
+
+
+def test_a_tokenizer_that_is_not_there_is_none_and_not_made_up(checkpoint: Path, copy: Path) -> None:
+    assert Checkpoint(checkpoint).tokenizer is not None
+    (copy / "tokenizer.json").unlink()  # its config stays
+    assert Checkpoint(copy).tokenizer is None
 
 
 def test_weights_that_are_lacking_are_not_made_up(copy: Path) -> None:

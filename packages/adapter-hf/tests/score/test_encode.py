@@ -141,3 +141,30 @@ def test_an_empty_prompt_without_bos_is_refused() -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bare, unk_token="<unk>")
     _refused(tokenizer, text("", "a"), "the tokenizer adds no BOS")
     _refused(tokenizer, text("a", " "), "tokenises to nothing")
+
+
+@pytest.mark.parametrize("record", [text("a", "b"), chat(("user", "a"), ("assistant", "b"))], ids=["text", "chat"])
+def test_only_text_needs_a_tokenizer(record: Record) -> None:
+    encoder = Encoder(None, 400, None)
+    sequence = encoder(TokenRecord(input_ids=[5, 6, 7], prompt_length=1), PLACE)
+    assert (sequence.ids, encoder.tokens(sequence.ids)) == ([5, 6, 7], [None] * 3)
+    assert encoder.describe()["text"] == "none taken: the model's folder has no tokenizer"
+    _refused(None, record, r'line 1 \(record 0\): got text, but the model\'s folder has no tokenizer; give "input_ids"')
+
+
+class Deaf(PreTrainedTokenizerFast):
+    """With special tokens, it makes "b" of everything."""
+
+    def __call__(self, text: Any, add_special_tokens: bool = True, **others: Any) -> Any:
+        return super().__call__("b" if add_special_tokens else text, add_special_tokens=add_special_tokens, **others)
+
+
+@pytest.mark.parametrize(("cls", "letters"), [(Deaf, "ab"), (PreTrainedTokenizerFast, "b")], ids=["other", "nothing"])
+def test_a_tokenizer_whose_front_cannot_be_told_is_needed_by_text_alone(
+    cls: type[PreTrainedTokenizerFast], letters: str
+) -> None:
+    tokenizer = cls(tokenizer_object=Tokenizer(models.BPE({letter: n for n, letter in enumerate(letters)}, [])))
+    encoder = Encoder(tokenizer, 400, None)
+    assert encoder(TokenRecord(input_ids=[0, 0], prompt_length=1), PLACE).ids == [0, 0]
+    assert encoder.tokens([0]) == [letters[0]]
+    _refused(tokenizer, text("b", "b"), 'got text, but its tokenizer gives .* for "a" and .* cannot be told')

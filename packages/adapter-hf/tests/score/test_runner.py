@@ -114,6 +114,25 @@ def test_metadata_say_how_text_became_tokens(score: Score, write: Write, varied:
     assert metadata["run"]["versions"]["torch"] == torch.__version__
 
 
+@pytest.mark.parametrize("name", ["scores.jsonl", "scores.parquet"])
+def test_token_ids_are_scored_without_a_tokenizer(
+    score: Score, write: Write, checkpoint: Path, tmp_path: Path, name: str
+) -> None:
+    records = write({"input_ids": [5, 6, 7, 8], "prompt_length": 2}, {"input_ids": [9, 5, 6], "prompt_length": 1})
+    bare = shutil.copytree(checkpoint, tmp_path / "bare", ignore=shutil.ignore_patterns("*token*", "*.jinja"))
+    for output, folder in (("with." + name, checkpoint), (name, bare)):
+        score(records, output, model=folder)
+    table = (tmp_path / name, tmp_path / ("with." + name))
+    rows, expected = (pq.read_table(p).to_pylist() if p.suffix == ".parquet" else read(p) for p in table)
+    assert [row.pop("tokens") for row in rows] == [[None, None], [None, None]]
+    assert all(token for row in expected for token in row.pop("tokens"))
+    assert rows == expected
+    with pytest.raises(InvalidInputError, match=r"line 2 \(record 1\): got text, but the model's folder has no tokeni"):
+        score(
+            write({"input_ids": [5, 6], "prompt_length": 1}, {"prompt": "a", "completion": "b"}), "2.jsonl", model=bare
+        )
+
+
 def test_a_model_that_mixes_packed_sequences_runs_padded_rows(
     score: Score, write: Write, varied: Varied, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -44,15 +44,12 @@ class Checkpoint:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The folder's tokenizer."""
+        """The folder's tokenizer; None if it has no file of one, where some versions of transformers make one up."""
         from transformers import AutoTokenizer
 
-        def from_disk() -> Any:
-            if not any(file.name.startswith(_VOCABULARY) or file.suffix in _MODELS for file in self.path.iterdir()):
-                raise FileNotFoundError("no tokenizer file is there")  # some versions of transformers make one up
-            return AutoTokenizer.from_pretrained(self.path, local_files_only=True)
-
-        return self._load("tokenizer", from_disk)
+        if not any(file.name.startswith(_VOCABULARY) or file.suffix in _MODELS for file in self.path.iterdir()):
+            return None
+        return self._load("tokenizer", lambda: AutoTokenizer.from_pretrained(self.path, local_files_only=True))
 
     @property
     def vocab_size(self) -> int:

@@ -11,7 +11,9 @@ __all__ = ["score"]
 
 
 def score(
-    model: Annotated[Path, typer.Option(help="Folder of a causal model and its tokenizer; no hub is contacted.")],
+    model: Annotated[
+        Path, typer.Option(help="Folder of a causal model and, for text, its tokenizer; no hub is contacted.")
+    ],
     input: Annotated[Path, typer.Option(help="JSONL file: prompt and completion, messages, or input_ids.")],
     output: Annotated[Path, typer.Option(help="File to write: a name that ends in .parquet or .jsonl.")],
     temperature: Annotated[float, typer.Option(help="Divides the logits.")] = 1.0,

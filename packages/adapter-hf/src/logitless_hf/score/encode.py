@@ -16,7 +16,6 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
-from logitless.errors import InvalidInputError
 from logitless_hf.score.batches import TokenSequence
 from logitless_hf.score.records import ChatRecord, Place, Record, TextRecord, TokenRecord
 
@@ -26,17 +25,24 @@ _SENTINELS = ("☺", "\n", "a", "0")
 
 
 class Encoder:
-    """Turns records into token sequences that a model of `vocab_size` and `max_positions` can score."""
+    """Turns records into token sequences that a model of `vocab_size` and `max_positions` can score.
 
-    def __init__(self, tokenizer: Any, vocab_size: int, max_positions: int | None) -> None:
-        self._tokenizer = tokenizer
+    Args:
+        tokenizer: None for a model that has none, which can score token ids alone.
+    """
+
+    def __init__(self, tokenizer: Any | None, vocab_size: int, max_positions: int | None) -> None:
+        self._tokenizer: Any = tokenizer
         self._vocab_size = vocab_size
         self._max_positions = max_positions
-        self._prefix = self._added_in_front()
-        self._dummy_prefix = str(tokenizer.convert_ids_to_tokens(self._plain("a"))[0]).startswith(("▁", "Ġ"))
+        self._prefix: list[int] = []
+        self._dummy_prefix = False
+        self._no_text = "the model's folder has no tokenizer" if tokenizer is None else self._try_out()
 
     def __call__(self, record: Record, place: Place) -> TokenSequence:
         """The record as tokens; `InvalidInputError` if it cannot be scored."""
+        if self._no_text and not isinstance(record, TokenRecord):
+            raise place.error(f'got text, but {self._no_text}; give "input_ids" and "prompt_length"')
         if isinstance(record, TextRecord):
             prompt, completion = self._text(record, place)
         elif isinstance(record, ChatRecord):
@@ -61,12 +67,16 @@ class Encoder:
         return TokenSequence(place.record, ids, len(prompt), record.logprobs)
 
     def tokens(self, ids: list[int]) -> list[str | None]:
-        """The vocabulary's own strings for `ids`; None for an id that the tokenizer does not know."""
+        """The vocabulary's own strings for `ids`; None for an id that the tokenizer does not know, or without one."""
+        if self._tokenizer is None:
+            return [None] * len(ids)
         known: list[str | None] = self._tokenizer.convert_ids_to_tokens(ids)
         return known
 
     def describe(self) -> dict[str, Any]:
         """How text becomes tokens, for the output's metadata."""
+        if self._no_text:
+            return {"text": f"none taken: {self._no_text}", "token_records": "taken as they are; none added"}
         template = getattr(self._tokenizer, "chat_template", None)
         digest = hashlib.sha256(repr(template).encode()).hexdigest() if template else None
         return {
@@ -167,16 +177,19 @@ class Encoder:
         _refuse_surrogates(text, "messages", place)  # whichever part of them brought it in
         return text
 
-    def _added_in_front(self) -> list[int]:
+    def _try_out(self) -> str | None:
+        """Find out what the tokenizer puts in front; why it cannot be told, if so."""
         plain = self._plain("a")
         whole: list[int] = list(self._tokenizer("a", verbose=False)["input_ids"])
-        for start in range(len(whole) - len(plain) + 1):
-            if whole[start : start + len(plain)] == plain:
-                return whole[:start]
-        raise InvalidInputError(
-            f'the tokenizer gives {plain} for "a" and {whole} with special tokens, so what it puts in front cannot be '
-            "told; score records of input_ids with another tool's tokens"
-        )
+        start = next((n for n in range(len(whole)) if plain and whole[n : n + len(plain)] == plain), None)
+        if start is None:
+            return (
+                f'its tokenizer gives {plain} for "a" and {whole} with special tokens, so what it puts in front cannot '
+                "be told"
+            )
+        self._prefix = whole[:start]
+        self._dummy_prefix = str(self._tokenizer.convert_ids_to_tokens(plain)[0]).startswith(("▁", "Ġ"))
+        return None
 
 
 def _refuse_surrogates(text: str, name: str, place: Place) -> None:
