@@ -19,10 +19,14 @@ __all__ = ["plain_arithmetic"]
 Undo = list[Callable[[], object]]
 """What puts settings back, from the last to the first."""
 
-_SHORT_SUMS = (
-    "allow_bf16_reduced_precision_reduction",  # torch's default: cuBLAS may add parts of a sum in bfloat16
-    "allow_fp16_reduced_precision_reduction",
-    "allow_fp16_accumulation",
+# How `torch.backends.cuda.matmul` gets and sets them; its Python takes several times as long, at every call.
+_SHORT_SUMS: tuple[tuple[Callable[[], Any], Callable[..., None]], ...] = tuple(
+    (getattr(torch._C, f"_get_cublas_{name}"), getattr(torch._C, f"_set_cublas_{name}"))
+    for name in (
+        "allow_bf16_reduced_precision_reduction",  # torch's default: cuBLAS may add parts of a sum in bfloat16
+        "allow_fp16_reduced_precision_reduction",
+        "allow_fp16_accumulation",
+    )
 )
 
 
@@ -45,15 +49,11 @@ def _plain_products(undo: Undo) -> None:
 
 
 def _whole_sums(undo: Undo) -> None:
-    """cuBLAS sums half-precision products in float32 throughout.
-
-    Not through `torch.backends.cuda.matmul`, whose Python takes several times as long: this is done at every call.
-    """
-    for name in _SHORT_SUMS:
-        before = getattr(torch._C, f"_get_cublas_{name}")()
+    """cuBLAS sums half-precision products in float32 throughout."""
+    for get, change in _SHORT_SUMS:
+        before = get()
         allowed, *split = before if isinstance(before, tuple) else (before,)
         if allowed:
-            change = getattr(torch._C, f"_set_cublas_{name}")
             undo.append(partial(change, allowed, *split))
             change(False, *split)
 

@@ -62,7 +62,14 @@ class _ChunkLoss:
     ) -> None:
         self.call, self.live, self.order, self.loss_fn = call, live, order, loss_fn
         self.entropy_grad, self.with_grad = entropy_grad, with_grad
-        self.total = torch.zeros((), dtype=call.accumulation_dtype, device=call.hidden.device)
+        self.parts: list[Tensor] = []
+
+    def total(self) -> Tensor:
+        """The loss; the chunks' are added up once all is launched: until then the device may wait for the host."""
+        total = torch.zeros((), dtype=self.call.accumulation_dtype, device=self.call.hidden.device)
+        for part in self.parts:
+            total += part
+        return total
 
     def __call__(self, log_probs: Tensor, entropy: Tensor | None, tokens: range) -> tuple[Tensor, Tensor | None] | None:
         if self.live.count != self.order.shape[0]:  # here the host waits, no sooner than `loss_fn` has to run
@@ -81,8 +88,7 @@ class _ChunkLoss:
             self._check(contributions, len(tokens))
             if ignored is not None:
                 contributions = contributions.masked_fill(ignored, 0.0)
-            loss = contributions.sum(dtype=self.total.dtype)
-        self.total += loss.detach()
+        self.parts.append(contributions.detach().sum(dtype=self.call.accumulation_dtype))
         if not self.with_grad:
             return None
         leaves = [leaf for leaf in (log_prob_leaf, entropy_leaf) if leaf is not None and leaf.requires_grad]
@@ -96,7 +102,7 @@ class _ChunkLoss:
                 "loss_fn: its result does not depend on the scores, or was computed without gradient; nothing would "
                 "be trained. Take out no_grad and detach, or call it all under torch.no_grad()"
             )
-        grads = torch.autograd.grad(loss, leaves, allow_unused=True)
+        grads = torch.autograd.grad(contributions, leaves, torch.ones_like(contributions), allow_unused=True)
         if ignored is not None:
             grads = tuple(None if grad is None else grad.masked_fill(ignored, 0.0) for grad in grads)
         return (
@@ -129,7 +135,7 @@ class _PolicyLoss(Function):
             token_loss = _ChunkLoss(call, live, order, settings["loss_fn"], settings["entropy_grad"], with_grad)
             options = {"entropy": entropy, "needs": Needs(*needs), "grad_buffer": grad_buffer}
             with plain_arithmetic(call.hidden.device):
-                return call.plugin.policy_loss(problem, token_loss=token_loss, **options), token_loss.total
+                return call.plugin.policy_loss(problem, token_loss=token_loss, **options), token_loss.total()
 
         found = None
         if live.on_device is not None and not call.truncated and getattr(call.plugin, "speculates", False):
