@@ -52,6 +52,12 @@ def test_a_gpu_that_is_not_there_is_refused(tmp_path: Path) -> None:
     assert make(tmp_path).torch_device(0) == torch.device("cpu")
 
 
+def test_a_time_to_join_that_is_none_is_refused(tmp_path: Path) -> None:
+    assert make(tmp_path).join_timeout == 1800
+    with pytest.raises(ValueError, match="join_timeout"):
+        make(tmp_path, join_timeout=0)
+
+
 def test_good_options_pass(tmp_path: Path) -> None:
     options = make(tmp_path, dtype="bfloat16", device="cpu", temperature=0.7, resume=True)
     options.check()

@@ -49,6 +49,9 @@ def score(
     records_per_part: Annotated[
         int, typer.Option(help="Records read, sorted by length and saved together: what an interruption can cost.")
     ] = 128,
+    join_timeout: Annotated[
+        int, typer.Option(help="Seconds that a rank waits for the others to join it.", min=1)
+    ] = 1800,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run, or begin one.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an output or a run that is there.")] = False,
 ) -> None:
@@ -82,6 +85,7 @@ def score(
         rollout_logprobs=rollout_logprobs,
         max_tokens_per_batch=max_tokens_per_batch,
         records_per_part=records_per_part,
+        join_timeout=join_timeout,
         resume=resume,
         overwrite=overwrite,
     )

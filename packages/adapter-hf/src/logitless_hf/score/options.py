@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 import logitless
 from logitless.errors import InvalidInputError, NotFoundError, UnsupportedError
@@ -54,6 +54,7 @@ class Options(BaseModel):
     rollout_logprobs: str | None = None
     max_tokens_per_batch: int = 8192
     records_per_part: int = 128
+    join_timeout: int = Field(default=1800, ge=1)  # here, since it is used before `check`
     resume: bool = False
     overwrite: bool = False
 

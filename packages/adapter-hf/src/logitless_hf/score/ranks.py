@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -14,7 +15,8 @@ from logitless.errors import InvalidInputError, LogitlessError
 
 __all__ = ["Ranks", "join"]
 
-# A rank may wait for the slowest as long as that one's share takes; one that died is noticed by its closed connection.
+# Once all have joined, a rank waits for the slowest as long as that one's share takes; one that died is noticed by its
+# closed connection. Before, nothing tells a rank that died from one that is late.
 _PATIENCE = timedelta(days=7)
 
 
@@ -25,6 +27,7 @@ class Ranks:
     rank: int = 0
     size: int = 1
     local_rank: int = 0
+    group: Any = None
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -37,7 +40,7 @@ class Ranks:
         if self.size > 1:
             reasons: list[str | None] = [None] * self.size
             try:
-                dist.all_gather_object(reasons, None if failure is None else str(failure))
+                dist.all_gather_object(reasons, None if failure is None else str(failure), self.group)
             except RuntimeError as error:  # gloo's word for a peer that is gone
                 raise failure or LogitlessError(
                     f"rank {self.rank} of {self.size} stopped, because another rank ended; see that one's error"
@@ -56,28 +59,34 @@ class Ranks:
         if self.size == 1:
             return mine
         answers = [False] * self.size
-        dist.all_gather_object(answers, mine)
+        dist.all_gather_object(answers, mine, self.group)
         return True in answers
 
 
 @contextmanager
-def join() -> Iterator[Ranks]:
-    """The ranks of this run, from the variables that `torchrun` sets; alone without them."""
+def join(timeout_s: int) -> Iterator[Ranks]:
+    """The ranks of this run, from the variables that `torchrun` sets; alone without them.
+
+    Args:
+        timeout_s: seconds to wait until all have joined.
+    """
     size = _whole("WORLD_SIZE", 1)
     if size == 1:
         yield Ranks()
         return
-    ranks = Ranks(_whole("RANK", 0), size, _whole("LOCAL_RANK", 0))
-    try:
-        dist.init_process_group("gloo", timeout=_PATIENCE)
-    except (RuntimeError, ValueError) as error:
-        raise LogitlessError(
-            f"WORLD_SIZE is {size}, but the ranks cannot be joined ({error}); start with torchrun, or unset WORLD_SIZE"
-        ) from error
-    try:
-        yield ranks
-    finally:
-        dist.destroy_process_group()
+    rank, local_rank = _whole("RANK", 0), _whole("LOCAL_RANK", 0)
+    with ExitStack() as stack:
+        try:
+            dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+            stack.callback(dist.destroy_process_group)
+            group = dist.new_group(timeout=_PATIENCE, backend="gloo")
+        except (RuntimeError, ValueError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise LogitlessError(
+                f"WORLD_SIZE is {size}, but the ranks cannot be joined ({reason}); start all of them within "
+                f"{timeout_s} s (--join-timeout) of one another, or with torchrun, or unset WORLD_SIZE"
+            ) from error
+        yield Ranks(rank, size, local_rank, group)
 
 
 def _whole(name: str, default: int) -> int:

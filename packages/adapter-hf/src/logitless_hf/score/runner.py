@@ -55,7 +55,8 @@ class _Census:
 
 def run(options: Options, console: Console) -> Summary:
     """Score a file as `options` say; progress goes to `console` if it is a terminal."""
-    with join() as ranks, _progress(console, ranks) as progress, closing(Output(options.output)) as output:
+    joined = join(options.join_timeout)
+    with joined as ranks, _progress(console, ranks) as progress, closing(Output(options.output)) as output:
         return _Run(options, ranks, progress, output).run()
 
 
