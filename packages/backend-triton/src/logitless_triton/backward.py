@@ -67,7 +67,7 @@ def _blocks(work: Work, rows: Rows, kept: Kept, stats: Tensor, grads: Grads, sum
                 upstream = (g[here], None if e is None else e[here])
                 dz_from_kept(work, span, kept.span(begin, end), stats[:, here], upstream, dz_scale, start, dz)
             else:
-                dz_from_logits(work, span, stats[:, here], coefs[:, here], start, dz, e is not None)
+                dz_from_logits(work, span, stats[:, here], coefs[:, here], e is not None, start, dz)
             sums.add(dz, span, at + begin, start)
         sums.close(start, stop)
 

@@ -259,7 +259,7 @@ def _recompute_kernel(
             tl.store(out + at, dz.to(OUT_TYPE), mask=inside[:, None] & (cols < V)[None, :])
 
 
-def dz_from_logits(work: Any, rows: Any, stats: Tensor, coefs: Tensor, start: int, out: Tensor, entropy: bool) -> None:
+def dz_from_logits(work: Any, rows: Any, stats: Tensor, coefs: Tensor, entropy: bool, start: int, out: Tensor) -> None:
     """dz [m, C] of the columns from `start` on, into out, the logits made again.
 
     Args:
