@@ -292,6 +292,24 @@ def test_a_bad_call_says_what_was_got_and_expected(
     assert model(tokens).logits.shape == (3, 7, 101)
 
 
+@pytest.mark.parametrize("bad", [101, -1])
+def test_an_id_outside_of_the_vocabulary_is_named(bad: int, family: str, make_model: Any, tokens: Tensor) -> None:
+    model = make_model(family)
+    tokens[1, 4] = bad
+    said = rf"got {bad} at \({{}}\), expected 0 to 100, the rows of the model's embedding"
+    with pytest.raises(InvalidInputError, match="^input_ids: " + said.format("1, 4")) as caught:
+        bind(model)(tokens, return_log_probs=True)
+    assert isinstance(caught.value.__cause__, IndexError)
+    with pytest.raises(InvalidInputError, match="^input_ids: " + said.format("0, 11")):
+        logitless.make_forward(model)(logitless.PackedBatch.from_sequences(list(tokens)))
+
+
+def test_an_index_error_of_another_cause_stays(make_model: Any, tokens: Tensor) -> None:
+    model = bind(make_model("gpt2"))
+    with pytest.raises(IndexError, match="out of range"):
+        model(tokens, position_ids=torch.arange(60, 67)[None], return_log_probs=True)
+
+
 def test_an_unknown_backend_is_refused_at_bind_and_leaves_no_trace(make_model: Any) -> None:
     model = make_model()
     cls = type(model)
@@ -303,7 +321,7 @@ def test_an_unknown_backend_is_refused_at_bind_and_leaves_no_trace(make_model: A
 def test_an_error_in_the_trunk_puts_the_head_back(make_model: Any, tokens: Tensor) -> None:
     model = bind(make_model())
     head = model.lm_head
-    with pytest.raises((IndexError, RuntimeError)):
+    with pytest.raises(InvalidInputError, match="got 1000"):
         model(torch.full_like(tokens, 1000), return_log_probs=True)
     assert model.lm_head is head
 
@@ -325,6 +343,8 @@ def test_an_encoder_decoder_scores_what_its_decoder_is_given(tokens: Tensor, che
     torch.testing.assert_close(out.log_probs, expected[0], rtol=1e-9, atol=1e-9)
     got = check.gradients(model, (out.log_probs, out.entropy))
     check.gradients_equal(got, check.gradients(model, expected), rtol=1e-6)
+    with pytest.raises(InvalidInputError, match=r"^decoder_input_ids: got 101 at \(0, 0\), expected 0 to 100"):
+        model(**{**inputs, "decoder_input_ids": torch.full_like(decoder_ids, 101)}, return_log_probs=True)
     for wrong in ({"input_ids": tokens}, {**inputs, "labels": decoder_ids}):
         with pytest.raises(InvalidInputError, match="decoder_input_ids"):
             model(**wrong, return_log_probs=True)

@@ -60,6 +60,12 @@ def test_a_forward_function_gives_values_in_batch_order(layout: str, tokens: Ten
     assert model.score.weight.grad.count_nonzero() > 0
 
 
+def test_an_id_outside_of_the_vocabulary_is_named(tokens: Tensor) -> None:
+    tokens[2, 0] = 101
+    with pytest.raises(InvalidInputError, match=r"^input_ids: got 101 at \(2, 0\), expected 0 to 100"):
+        bind(critic())(tokens, return_log_probs=True)
+
+
 def test_what_is_no_value_model_is_refused(tokens: Tensor) -> None:
     with pytest.raises(UnsupportedError, match="get_output_embeddings"):
         bind(critic(labels=2))

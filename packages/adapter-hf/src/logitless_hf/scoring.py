@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import cache, partial
 from typing import Any
@@ -183,6 +184,27 @@ def _stand_in_call(model: nn.Module, call: Mapping[str, Any]) -> dict[str, Any]:
     return {**rest, **{name: value[:1, :1] for name, value in probe_inputs(model).items()}}
 
 
+@contextmanager
+def _foreign_ids_told(model: nn.Module, call: Mapping[str, Any]) -> Iterator[None]:
+    """Name the id that the embedding stumbles over; not beforehand, since to look at ids on a GPU is to wait for it."""
+    try:
+        yield
+    except IndexError as error:
+        rows = getattr(model.get_input_embeddings(), "num_embeddings", 0)  # type: ignore[operator]
+        for name in ("input_ids", "decoder_input_ids"):
+            ids = call.get(name)
+            if not rows or not isinstance(ids, Tensor) or isinstance(ids, DTensor):
+                continue
+            outside = (ids < 0) | (ids >= rows)
+            if outside.any():
+                place = tuple(outside.nonzero()[0].tolist())
+                raise InvalidInputError(
+                    f"{name}: got {int(ids[place])} at {place}, expected 0 to {rows - 1}, the rows of the model's "
+                    "embedding; check the tokenizer against the model's vocab_size, and pad with an id of it"
+                ) from error
+        raise
+
+
 def valued_forward(
     model: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> CausalLMOutputForPPO:
@@ -202,7 +224,9 @@ def valued_forward(
     if not isinstance(tokens, Tensor):
         raise InvalidInputError(f"input_ids: got {type(tokens).__qualname__}, expected a tensor")
     if tokens.numel():
-        return valued_output(model, forward(model, **call), tokens.shape)
+        with _foreign_ids_told(model, call):
+            output = forward(model, **call)
+        return valued_output(model, output, tokens.shape)
     values: Tensor = valued_output(model, forward(model, **_stand_in_call(model, call)), (1, 1))["values"]
     return CausalLMOutputForPPO(values=values.flatten()[:0].view(tokens.shape))
 
@@ -227,7 +251,8 @@ def scored_forward(
     """Run the family's `forward(model, ...)` with its head captured, and score its hidden states.
 
     Raises:
-        InvalidInputError: the call cannot be scored; the message names the argument.
+        InvalidInputError: the call cannot be scored; the message names the argument. An id outside of the vocabulary
+            is named on a CPU alone: on a GPU it is an assertion of the device.
         UnsupportedError: the head is not what it was at `bind`.
     """
     call = _family_call(forward, args, kwargs)
@@ -238,7 +263,7 @@ def scored_forward(
     empty = targets.numel() == 0
     if empty:
         call = _stand_in_call(model, call)
-    with emptied(model, transform.offset):
+    with emptied(model, transform.offset), _foreign_ids_told(model, call):
         output, hidden, head = capture(model, lambda: forward(model, **call))
     tokens = targets.shape[: hidden.ndim - 1]
     if empty:  # what the family returned is of the stand-in token
