@@ -341,6 +341,44 @@ def test_bad_loss_fns(loss_fn: Any, error: type[Exception], message: str) -> Non
     assert message in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        lambda s, i: -s.log_probs - 0.01 * s.entropy,
+        lambda s, i: -s.log_probs - s.entropy.clamp(max=1),
+        lambda s, i: -s.log_probs - torch.exp(s.entropy),
+        lambda s, i: torch.where(s.log_probs < -1, s.log_probs, s.entropy),
+    ],
+    ids=["arithmetic", "method", "function", "overload"],
+)
+def test_a_loss_fn_that_has_no_entropy_is_told_why(loss_fn: Any) -> None:
+    tensors, labels, _ = make()
+    with pytest.raises(InputTypeError, match="^loss_fn: scores.entropy is None, since .* Got ") as raised:
+        linear_policy_loss(tensors["hidden"], tensors["weight"], labels, loss_fn, entropy=False)
+    assert isinstance(raised.value.__cause__, TypeError | AttributeError)
+    linear_policy_loss(tensors["hidden"], tensors["weight"], labels, loss_fn)
+
+
+@pytest.mark.parametrize(
+    ("entropy", "fault"),
+    [
+        (False, TypeError("too few arguments")),
+        (True, TypeError("got NoneType")),
+        (False, InputTypeError("weights: got NoneType")),
+        (False, ValueError("got NoneType")),
+    ],
+    ids=str,
+)
+def test_a_loss_fns_own_error_stays_as_it_is(entropy: bool, fault: Exception) -> None:
+    def loss_fn(scores: Any, index: Tensor) -> Tensor:
+        raise fault
+
+    tensors, labels, _ = make()
+    with pytest.raises(type(fault)) as raised:
+        linear_policy_loss(tensors["hidden"], tensors["weight"], labels, loss_fn, entropy=entropy)
+    assert raised.value is fault
+
+
 def test_second_derivatives_are_refused() -> None:
     tensors, labels, _ = make()
     loss, _ = linear_policy_loss(tensors["hidden"], tensors["weight"], labels, lambda s, i: s.log_probs)

@@ -18,7 +18,7 @@ from torch.autograd import Function
 from logitless._arithmetic import plain_arithmetic
 from logitless._call import FIRST_ONLY, Call, make_call, spread
 from logitless._live import Live
-from logitless.errors import InputTypeError, InvalidInputError, UnsupportedError
+from logitless.errors import InputTypeError, InvalidInputError, LogitlessError, UnsupportedError
 from logitless.head import LMHead
 from logitless.types import Needs, PolicyResult, Problem, TokenLogProbs
 
@@ -84,7 +84,7 @@ class _ChunkLoss:
         if entropy is not None:
             entropy_leaf = entropy.detach().requires_grad_(self.with_grad and self.entropy_grad)
         with torch.set_grad_enabled(self.with_grad):
-            contributions = self.loss_fn(TokenLogProbs(log_prob_leaf, entropy_leaf), index)
+            contributions = self._contributions(TokenLogProbs(log_prob_leaf, entropy_leaf), index)
             self._check(contributions, len(tokens))
             if ignored is not None:
                 contributions = contributions.masked_fill(ignored, 0.0)
@@ -109,6 +109,17 @@ class _ChunkLoss:
             torch.zeros_like(log_prob_leaf) if grads[0] is None else grads[0],
             grads[1] if len(grads) > 1 else None,
         )
+
+    def _contributions(self, scores: TokenLogProbs, index: Tensor) -> Tensor:
+        try:
+            return self.loss_fn(scores, index)
+        except (TypeError, AttributeError) as error:  # its own faults, but one that this call's options may explain
+            if scores.entropy is not None or isinstance(error, LogitlessError) or "NoneType" not in str(error):
+                raise
+            raise InputTypeError(
+                "loss_fn: scores.entropy is None, since entropy=False was asked for; leave that out if it is used. "
+                f"Got {type(error).__name__}: {str(error).splitlines()[0]}"
+            ) from error
 
     def _check(self, contributions: Any, count: int) -> None:
         if not isinstance(contributions, Tensor) or not contributions.is_floating_point():
@@ -223,7 +234,9 @@ def linear_policy_loss(
     Raises:
         InvalidInputError: also when what loss_fn returns depends on another tensor that requires grad, or has another
             shape than [m].
-        InputTypeError, NotFoundError, UnsupportedError, CollectiveError: as in `linear_log_probs`.
+        InputTypeError: also when loss_fn stumbles over None while entropy=False leaves it no entropy; `__cause__` is
+            its own error.
+        NotFoundError, UnsupportedError, CollectiveError: as in `linear_log_probs`.
     """
     if not callable(loss_fn):
         raise InputTypeError(f"loss_fn: got {type(loss_fn).__qualname__}, expected a function of (scores, token_index)")
