@@ -1,7 +1,7 @@
 """Runs every kernel on small shapes, for a tool that watches memory: nothing is compared here.
 
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python every_kernel.py
-    compute-sanitizer --tool racecheck python every_kernel.py
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python every_kernel.py [bfloat16 …]
+    compute-sanitizer --tool racecheck python every_kernel.py [bfloat16 …]
 
 Without PyTorch's cache each tensor is an allocation of its own, so that a read beyond one is seen. Tokens, columns and
 hidden sizes leave every tile ragged, with rows that TMA descriptors can read and rows that they cannot.
@@ -9,6 +9,7 @@ hidden sizes leave every tile ragged, with rows that TMA descriptors can read an
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -37,7 +38,8 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def main() -> None:
-    for dtype in (torch.bfloat16, torch.float16, torch.float32) if DEVICE == "cuda" else (torch.float32,):
+    names = sys.argv[1:] or (["bfloat16", "float16", "float32"] if DEVICE == "cuda" else ["float32"])
+    for dtype in (getattr(torch, name) for name in names):
         for hidden_size in (40, 23):
             options: dict[str, Any] = {"vocab": 300, "hidden_size": hidden_size, "dtype": dtype, "device": DEVICE}
             for head, more in HEADS.items():
