@@ -11,11 +11,12 @@ from __future__ import annotations
 from torch import Tensor
 
 from logitless.types import Gradients, Needs, Problem
-from logitless_triton.dz import coefficients, dz_from_kept, dz_from_logits, label_coefficients
+from logitless_triton.dz import coefficients, dz_from_kept, dz_from_logits
 from logitless_triton.kept import DIFFERENCES, EXPONENTIALS, Kept
 from logitless_triton.layout import Blocks
 from logitless_triton.rounding import scale_rows
 from logitless_triton.rows import Rows, Work
+from logitless_triton.several import label_coefficients
 from logitless_triton.sums import Sums, matmul, pass_scale
 
 __all__ = ["Grads", "backward", "backward_pass"]

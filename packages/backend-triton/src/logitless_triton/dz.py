@@ -6,10 +6,7 @@
 
 The label's element is taken from log_prob: 1 − p would lose its digits where p is near 1.
 
-Over a kept set p is 0 below the line. A label that is not kept was scored as if it alone were added, with c of the mass
-left to the others, so its g counts c times for them. Of several labels, with G = Σ g·c in A's place of g,
-
-    dz at a label y = −Σ_{labels that are y} g·k·expm1(log p') − (G − Σ_{labels that are y} g)·k·p − e·k·p·(log p + H)
+Over a kept set p is 0 below the line. With several labels, or a kept set: `logitless_triton.several`.
 """
 
 # mypy: ignore-errors
@@ -17,10 +14,8 @@ left to the others, so its g counts c times for them. Of several labels, with G 
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -28,7 +23,7 @@ from torch import Tensor
 from logitless_triton.kept import Kept, expm1, factor_args, factor_of
 from logitless_triton.tile import FLOOR, LN2, ceil_div, descriptor, halves, place, raw_logits
 
-__all__ = ["coefficients", "dz_from_kept", "dz_from_logits", "label_coefficients"]
+__all__ = ["coefficients", "dz_from_kept", "dz_from_logits"]
 
 _LN2 = tl.constexpr(LN2)
 
@@ -103,37 +98,6 @@ def coefficients(work: Any, rows: Any, stats: Tensor, g: Tensor, e: Tensor | Non
             num_warps=4,
         )
     return out
-
-
-def label_coefficients(
-    work: Any, rows: Any, stats: Tensor, g: Tensor, e: Tensor | None, dz_scale: Tensor | None
-) -> Tensor:
-    """[2 + K, m]: A, B and dz at each label; where labels are the same token they have the same.
-
-    Args:
-        stats: [4 + K, m], the forward's (`logitless_triton.held.HeldScores`).
-        g: [m] or [m, K].
-    """
-    entropy, coded = stats[2].unsqueeze(1), stats[4:].T  # [m, K]
-    labels = rows.labels.view(coded.shape)
-    k = (rows.f * work.head.slope).unsqueeze(1)
-    k = k if dz_scale is None else k * dz_scale
-    g = g.reshape(coded.shape) * k
-    is_added = coded > 0.0
-    log_p = -coded.abs()
-    share = torch.where(is_added, -log_p.expm1(), 1.0)
-    same = torch.zeros_like(g)  # Σ g over the labels that are the same token, in the order of the labels
-    for i in range(g.shape[1]):
-        same += g[:, i : i + 1].where(labels == labels[:, i : i + 1], 0.0)
-    whole = (g * share).sum(1, keepdim=True)
-    p = torch.where(is_added, 0.0, log_p.exp())
-    at_labels = -log_p.expm1() * same - p * (whole - same)
-    a, b = -whole, torch.zeros_like(whole)
-    if e is not None:
-        upstream = e.unsqueeze(1) * k
-        a, b = a - upstream * entropy, -math.log(2.0) * upstream
-        at_labels -= upstream * p * (log_p.clamp(min=-1e4) + entropy)
-    return torch.cat((a, b, at_labels), 1).T.contiguous()
 
 
 @triton.jit
@@ -265,7 +229,7 @@ def dz_from_logits(work: Any, rows: Any, stats: Tensor, coefs: Tensor, entropy: 
     Args:
         rows: the block's `Rows`; its labels are rows of this rank's whole weight.
         stats: [4, m] or [4 + K, m], the forward's.
-        coefs: [3, m] of `coefficients`, or [2 + K, m] of `label_coefficients`.
+        coefs: [3, m] of `coefficients`, or [2 + K, m] of `several.label_coefficients`.
         entropy: whether the entropy has an upstream gradient.
     """
     tile = work.config.dz
