@@ -15,17 +15,18 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from logitless_triton import best, candidates, combine, dz, forward, kept, kl_kernels, rounding, threshold
+from logitless_triton import best, candidates, combine, dz, forward, kept, kl_kernels, rounding, shortlist, threshold
 from logitless_triton.config import Device, Tile, config_for
-from logitless_triton.layout import LOGITS
+from logitless_triton.layout import LOGITS, SAMPLE, STEP
 
 HOPPER = GPUTarget("cuda", 90, 32)
-TYPES = {"ids": "*i32", "count_ptr": "*i32", "id_ptr": "*i64", "label_ptr": "*i64"}
-TYPES |= dict.fromkeys(("bracket", "before", "after"), "*i64")
+TYPES = dict.fromkeys(("ids", "count_ptr", "placed_ptr"), "*i32")
+TYPES |= dict.fromkeys(("id_ptr", "label_ptr", "bracket", "before", "after", "near", "least_ptr"), "*i64")
 TYPES |= dict.fromkeys(("pre", "ref_pre", "f_value", "slope", "top_entropy", "beta", "budget"), "fp32")
 TYPES |= dict.fromkeys(("all_tokens", "kept_columns", "col0", "labels", "k", "ref_D", "ref_R"), "i32")
 PLAIN = {"bias": None, "lora_u": None, "lora_b": None, "BR": 16, "SOFTCAP": False, "NEGATE": False}
-LISTED = {"WIDTH": 128, "ROWS": 1, "BLOCK": 1024}
+LISTED = {"WIDTH": 128, "ROWS": 1, "BLOCK": STEP}
+LOOK = {**LISTED, "BLOCK": threshold.LOOK}
 
 
 def compiled(kernel: Any, constants: dict[str, Any], warps: int = 4, stages: int = 3, **types: str) -> dict[str, Any]:
@@ -87,15 +88,20 @@ def of_rows(tile: Tile, uniform: bool) -> dict[str, Any]:
 def main() -> None:
     config = config_for(Device((9, 0), 132), torch.bfloat16, 4096)
     found = {
-        f"floor, count={count}": compiled(candidates._floor_kernel, {**LISTED, "BLOCK": 2048, "COUNT": count})
+        f"floor, count={count}": compiled(candidates._floor_kernel, {**LISTED, "COUNT": count})
         for count in (False, True)
     }
-    found["list"] = compiled(candidates._list_kernel, {**LISTED, "BLOCK": 2048})
-    for ranks, count in ((0, True), (1, True), (1, False), (2, False)):
-        constants = {**LISTED, "RANKS": ranks, "COUNT": count}
+    found["list"] = compiled(candidates._list_kernel, LISTED)
+    for ranks, count in ((0, True), (2, True), (2, False)):
+        constants = {**LOOK, "RANKS": ranks, "COUNT": count}
         found[f"round, ranks={ranks}, count={count}"] = compiled(threshold._round_kernel, constants)
     found["sums"] = compiled(threshold._sums_kernel, LISTED)
     found["best"] = compiled(best._best_kernel, LISTED)
+    for count in (False, True):
+        constants = {"SAMPLE": SAMPLE, "LENGTH": 8 * STEP, "COUNT": count, "NESTED": not count}
+        found[f"sample, count={count}"] = compiled(shortlist._sample_kernel, {**LISTED, **constants}, warps=8)
+        found[f"split, count={count}"] = compiled(shortlist._split_kernel, {**LISTED, **constants})
+        found[f"find, count={count}"] = compiled(shortlist._find_kernel, {**LOOK, **constants})
     tile = config.forward
     constants = {**PLAIN, **tiled(tile), "live_count": None, "reference_ptr": None, "maxima": None, "KEEP": LOGITS}
     constants |= {"TMA": True, "TMA_KEPT": True, "FLATTEN": True, "KEPT_TYPE": tl.float32}

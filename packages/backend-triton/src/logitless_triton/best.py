@@ -18,10 +18,11 @@ from torch import Tensor
 
 from logitless.collectives import gather_stacked
 from logitless.types import Problem
-from logitless_triton.candidates import blocks, float_of, listed, tile_columns
+from logitless_triton.candidates import blocks, listed, tile_logits
 from logitless_triton.held import Held
 from logitless_triton.rows import Rows, Work
-from logitless_triton.threshold import search
+from logitless_triton.shortlist import find
+from logitless_triton.threshold import SUMS
 from logitless_triton.tile import ceil_div
 
 __all__ = ["top_k_log_probs"]
@@ -34,7 +35,7 @@ def _best_kernel(
     held,
     ids,
     count_ptr,
-    bracket,
+    threshold_ptr,
     value_ptr,
     id_ptr,
     N,
@@ -48,19 +49,21 @@ def _best_kernel(
 ):
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     inside = rows < N
-    threshold = float_of(tl.load(bracket + rows, mask=inside, other=0))[:, None]
+    threshold = tl.load(threshold_ptr + rows, mask=inside, other=0.0)[:, None]
     count = tl.load(count_ptr + rows, mask=inside, other=0)
     tiles = tl.max(count, 0)
     larger = tl.full((ROWS, BLOCK), 0, tl.int32)
     for first in range(0, tiles, BLOCK // WIDTH):
-        cols, real = tile_columns(ids, rows, first, count, V, stride_ids, WIDTH, BLOCK)
-        x = tl.load(held + rows[:, None] * stride_held + cols, mask=real, other=-float("inf"))
+        x, cols, real = tile_logits(held, ids, rows, first, count, V, stride_held, stride_ids, WIDTH, BLOCK)
+        x = tl.reshape(tl.where(real, x, -float("inf")), (ROWS, BLOCK))
         larger += (x > threshold).to(tl.int32)
     next_larger = tl.full((ROWS,), 0, tl.int32)
     next_equal = tl.sum(larger, 1)
     for first in range(0, tiles, BLOCK // WIDTH):
-        cols, real = tile_columns(ids, rows, first, count, V, stride_ids, WIDTH, BLOCK)
-        x = tl.load(held + rows[:, None] * stride_held + cols, mask=real, other=-float("inf"))
+        x, cols, real = tile_logits(held, ids, rows, first, count, V, stride_held, stride_ids, WIDTH, BLOCK)
+        x = tl.reshape(tl.where(real, x, -float("inf")), (ROWS, BLOCK))
+        real = tl.reshape(real, (ROWS, BLOCK))
+        cols = tl.reshape(cols, (ROWS, BLOCK))
         is_larger = (x > threshold).to(tl.int32)
         is_equal = (real & (x == threshold)).to(tl.int32)
         larger_slot = next_larger[:, None] + tl.cumsum(is_larger, 1) - 1
@@ -83,13 +86,14 @@ def _of_rows(held: Held, rows: Rows, k: int) -> tuple[Tensor, Tensor, Tensor]:
         body, top = held.of(rows), own[0, :m]
         tiles, bracket = listed(work, rows.f, parts, own, top, None, k=found, p=None)
         wanted = torch.full_like(rows.f, float(found))
-        bracket = search(work, body, rows.f, tiles, top, bracket, wanted, None, count=True)
+        threshold, sums = work.empty(m), work.empty(len(SUMS), m)
+        find(work, body, rows.f, tiles, top, bracket, wanted, threshold, sums, count=True)
         strides, sizes = (tiles.ids.stride(0), body.stride(0)), blocks(work)
         _best_kernel[(ceil_div(m, sizes["ROWS"]),)](
             body,
             tiles.ids,
             tiles.count,
-            bracket,
+            threshold,
             value,
             ids,
             m,

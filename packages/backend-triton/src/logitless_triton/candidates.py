@@ -24,9 +24,10 @@ import triton.language as tl
 from torch import Tensor
 
 from logitless.collectives import gather_stacked
+from logitless_triton.layout import STEP
 from logitless_triton.tile import ceil_div
 
-__all__ = ["Tiles", "blocks", "float_of", "key_of", "listed", "tile_columns"]
+__all__ = ["Tiles", "blocks", "float_of", "key_of", "listed", "tile_logits"]
 
 _LOWEST = tl.constexpr(-1.0e30)
 
@@ -38,11 +39,12 @@ class Tiles:
     ids: Tensor  # [m, tiles] int32
     count: Tensor  # [m] int32
     outside: Tensor  # [m] the largest x of the other tiles
+    mass: Tensor  # [m] Σ 2^((x−M)·f) of those that are to be read
 
 
-def blocks(work: Any) -> dict[str, int]:
-    """Rows of a program, and how many of each row's logits it looks at together."""
-    rows, block = (16, 512) if work.interpreted else (1, 1024)
+def blocks(work: Any, most: int = STEP) -> dict[str, int]:
+    """Rows of a program, and how many of each row's logits it looks at together, if not `most`."""
+    rows, block = (16, 512) if work.interpreted else (1, most)
     return {"WIDTH": work.config.forward.columns, "ROWS": rows, "BLOCK": block, "num_warps": 4}
 
 
@@ -61,14 +63,20 @@ def float_of(key):
 
 
 @triton.jit
-def tile_columns(ids, rows, first, count, V, stride_ids, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Columns [ROWS, BLOCK] of the listed tiles from the first on, and which of them there are."""
-    offs = tl.arange(0, BLOCK)[None, :]
-    place = first + offs // WIDTH
+def tile_logits(held, ids, rows, first, count, V, stride_held, stride_ids, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Logits [ROWS, BLOCK // WIDTH, WIDTH] of the listed tiles from the first on, their columns, and which are real.
+
+    A tile's columns are an axis, and V is not in the load's mask, so
+    that the compiler sees 16 bytes of one mask; likewise it has to see that rows start at whole tiles.
+    """
+    place = first + tl.arange(0, BLOCK // WIDTH)[None, :]
+    rows = rows.to(tl.int64)
     listed = place < count[:, None]
-    tile = tl.load(ids + rows.to(tl.int64)[:, None] * stride_ids + place, mask=listed, other=0)
-    cols = tile * WIDTH + offs % WIDTH
-    return cols, listed & (cols < V)
+    tile = tl.load(ids + rows[:, None] * stride_ids + place, mask=listed, other=0)
+    cols = tile[:, :, None] * WIDTH + tl.arange(0, WIDTH)[None, None, :]
+    at = held + rows[:, None, None] * (stride_held // WIDTH * WIDTH) + cols
+    x = tl.load(at, mask=listed[:, :, None], other=-float("inf"))
+    return x, cols, listed[:, :, None] & (cols < V)
 
 
 @triton.jit
@@ -129,13 +137,16 @@ def _floor_kernel(
 def _list_kernel(
     parts,
     floor_ptr,
+    f_ptr,
     M_ptr,
     ids,
     count_ptr,
     outside_ptr,
+    mass_ptr,
     bracket,
     N,
     TILES,
+    stride_kind,
     stride_tile,
     stride_ids,
     ROWS: tl.constexpr,
@@ -145,7 +156,10 @@ def _list_kernel(
     inside = rows < N
     tiles = tl.arange(0, BLOCK)[None, :]
     mask = inside[:, None] & (tiles < TILES)
-    m = _maxima(parts + tiles.to(tl.int64) * stride_tile + rows[:, None], mask)
+    source = parts + tiles.to(tl.int64) * stride_tile + rows[:, None]
+    m = _maxima(source, mask)
+    f = tl.load(f_ptr + rows, mask=inside, other=0.0)
+    M = tl.load(M_ptr + rows, mask=inside, other=0.0)
     floor = tl.load(floor_ptr + rows, mask=inside, other=0.0)
     chosen = (m >= floor[:, None]) & mask
     place = tl.cumsum(chosen.to(tl.int32), 1) - 1
@@ -153,8 +167,11 @@ def _list_kernel(
     tl.store(at, tl.broadcast_to(tiles, (ROWS, BLOCK)), mask=chosen)
     tl.store(count_ptr + rows, tl.sum(chosen.to(tl.int32), 1), mask=inside)
     tl.store(outside_ptr + rows, tl.max(tl.where(chosen, -float("inf"), m), 1), mask=inside)
+    s = tl.load(source + stride_kind, mask=chosen, other=0.0)
+    mass = tl.where(chosen, tl.exp2((m - M[:, None]) * f[:, None]) * s, 0.0)
+    tl.store(mass_ptr + rows, tl.sum(mass, 1), mask=inside)
     tl.store(bracket + rows, key_of(floor), mask=inside)
-    tl.store(bracket + N + rows, key_of(tl.load(M_ptr + rows, mask=inside, other=0.0)) + 1, mask=inside)
+    tl.store(bracket + N + rows, key_of(M) + 1, mask=inside)
 
 
 def listed(
@@ -175,7 +192,7 @@ def listed(
     budget = 0.0 if p is None else max(0.0, 0.995 * (1.0 - p) - 1e-5)
     bracket = work.empty(2, count, dtype=torch.int64)
     ids, counts = work.empty(count, tiles, dtype=torch.int32), work.empty(count, dtype=torch.int32)
-    found = Tiles(ids, counts, work.empty(count))
+    found = Tiles(ids, counts, work.empty(count), work.empty(count))
     if not count:
         return found, bracket
     grid = (ceil_div(count, found_blocks["ROWS"]),)
@@ -198,6 +215,21 @@ def listed(
     if group is not None:  # k logits of one rank are k of all; of the mass, each rank may leave out its own part
         ranks = gather_stacked(floor, group)
         floor = ranks.amax(0) if k is not None else ranks.amin(0)
-    strides = (parts.stride(1), ids.stride(0))
-    _list_kernel[grid](parts, floor, top, ids, counts, found.outside, bracket, count, tiles, *strides, **found_blocks)
+    _list_kernel[grid](
+        parts,
+        floor,
+        f,
+        top,
+        ids,
+        counts,
+        found.outside,
+        found.mass,
+        bracket,
+        count,
+        tiles,
+        parts.stride(0),
+        parts.stride(1),
+        ids.stride(0),
+        **found_blocks,
+    )
     return found, bracket

@@ -26,6 +26,7 @@ from logitless_triton.forward import Scores, forward_pass, scan
 from logitless_triton.kept import Kept
 from logitless_triton.layout import LOGITS, held_rows
 from logitless_triton.rows import LOG2E, Rows, Work
+from logitless_triton.shortlist import find
 from logitless_triton.threshold import SUMS, kept_sums, search
 from logitless_triton.tile import LN2, ceil_div
 
@@ -84,15 +85,15 @@ class Held:
         valid = self.work.head.valid
         if not valid:
             return self.work.empty(*labels.shape).fill_(-math.inf)
-        inside = (labels >= 0) & (labels < valid)
-        return self.of(rows).gather(1, labels.clamp(0, valid - 1)).masked_fill_(~inside, -math.inf)
+        inside = labels.clamp(0, valid - 1)
+        return self.of(rows).gather(1, inside).where(inside == labels, -math.inf)
 
     def every_tile(self, rows: Rows) -> Tiles:
         """All of them, for each row."""
         like = rows.labels
         ids = torch.arange(self.tiles, dtype=torch.int32, device=like.device).expand(rows.count, -1)
         count = like.new_full((rows.count,), self.tiles, dtype=torch.int32)
-        return Tiles(ids, count, rows.f.new_full((rows.count,), -math.inf))
+        return Tiles(ids, count, rows.f.new_full((rows.count,), -math.inf), rows.f)
 
 
 class HeldScores:
@@ -188,9 +189,9 @@ def held_pass(held: Held, rows: Rows, scores: HeldScores, start: int) -> None:
         scores.top[:, span] = scores.plain.stats[:2, span]
         scores.top[1, span].exp2_()
         if "sum_sq_probs" in p.stats:
-            every, bracket = held.every_tile(rows), rows.labels.new_full((2, rows.count), _LOWEST_KEY)
+            every, least = held.every_tile(rows), rows.labels.new_full((rows.count,), _LOWEST_KEY)
             top = scores.top[0, span]
-            kept_sums(work, held.of(rows), rows.f, every, top, bracket, scores.threshold[span], own)
+            kept_sums(work, held.of(rows), rows.f, every, top, least, scores.threshold[span], own)
     if "mean_logit" in p.stats:
         own[len(SUMS)] = held.of(rows)[:, : work.head.valid].sum(1)
     own[len(SUMS) + 1 :] = held.at_labels(rows).T
@@ -202,19 +203,40 @@ _LOWEST_KEY = -(0x7F800000 + 1)  # `logitless_triton.candidates.key_of` −inf
 def _find(held: Held, rows: Rows, partials: tuple[Tensor, Tensor, Tensor], threshold: Tensor, out: Tensor) -> None:
     """The threshold [m] of a block of rows, and this rank's sums over what it keeps."""
     work, p, (parts, mine, whole) = held.work, held.work.problem, partials
-    body, f, top = held.of(rows), rows.f, whole[0]
+    f, top = rows.f, whole[0]
     tiles, bracket = listed(work, f, parts, mine, top, p.group, k=p.top_k, p=p.top_p)
-    mass = whole[1]
+    mass, total, group = whole[1], None, p.group
     if p.top_k is not None:
         wanted = torch.full_like(f, float(p.top_k))
-        least = search(work, body, f, tiles, top, bracket, wanted, p.group, count=True)
-        kept_sums(work, body, f, tiles, top, least, threshold, out)
-        sums = out[:2].sum(0)
-        mass = sums if p.group is None or p.top_p is None else gather_stacked(sums, p.group).sum(0)
-        bracket = torch.stack((least[0], bracket[1]))
+        least = _kept(held, rows, tiles, top, bracket, wanted, threshold, out, count=True)
+        if p.top_p is not None:
+            mass = out[:2].sum(0)
+            mass = total = mass if group is None else gather_stacked(mass, group).sum(0)
+            bracket = torch.stack((least, bracket[1]))
     if p.top_p is not None:
-        least = search(work, body, f, tiles, top, bracket, mass * p.top_p, p.group, count=False)
-        kept_sums(work, body, f, tiles, top, least, threshold, out)
+        _kept(held, rows, tiles, top, bracket, mass * p.top_p, threshold, out, count=False, total=total)
+
+
+def _kept(
+    held: Held,
+    rows: Rows,
+    tiles: Tiles,
+    top: Tensor,
+    bracket: Tensor,
+    wanted: Tensor,
+    threshold: Tensor,
+    out: Tensor,
+    *,
+    count: bool,
+    total: Tensor | None = None,
+) -> Tensor:
+    """Keys [m] of the thresholds, `threshold` [m] and this rank's sums `out`, as `logitless_triton.shortlist.find`."""
+    work, group, body, f = held.work, held.work.problem.group, held.of(rows), rows.f
+    if group is None:
+        return find(work, body, f, tiles, top, bracket, wanted, threshold, out, count=count, total=total)
+    least = search(work, body, f, tiles, top, bracket, wanted, group, count=count)
+    kept_sums(work, body, f, tiles, top, least, threshold, out)
+    return least
 
 
 def forward(problem: Problem, *, entropy: bool) -> Forwarded:

@@ -21,6 +21,7 @@ __all__ = [
     "kept_length",
     "mode_of",
     "partials_rows",
+    "shortlist_length",
     "single_pass_chunk",
     "tiles_that_fit",
 ]
@@ -109,6 +110,15 @@ def single_pass_chunk(
     return min(most, max(16, -(-each // 128) * 128)), True
 
 
+SAMPLE = 4096  # logits of a token that are looked at to guess where its threshold lies
+STEP = 2048  # logits that a program looks at together
+
+
+def shortlist_length(columns: int) -> int:
+    """Logits of a token that are set aside to be searched, a tenth of them; none where a sample would be them all."""
+    return 0 if columns <= SAMPLE else (columns + 10 * STEP - 1) // (10 * STEP) * STEP
+
+
 def held_rows(n: int, vocab_size: int, width: int, workspace_bytes: int, best: int = 0) -> int:
     """Tokens whose logits, with what is found among them, fit the workspace; one at least, chunks of nearly one size.
 
@@ -118,6 +128,8 @@ def held_rows(n: int, vocab_size: int, width: int, workspace_bytes: int, best: i
     """
     tiles = (vocab_size + width - 1) // width
     row = tiles * (4 * width + 12 + 4) + 512  # logits, partial statistics, a list of tiles, and a token's numbers
+    length = shortlist_length(tiles * width)
+    row += 4 * length + (512 if length else 0)  # and how many of them each of 128 lanes has
     row += 64 * best  # ids and values, and both in order: 53 bytes of each, counted
     fit = max(1, min(CHUNK, (workspace_bytes - 16 * 12 * tiles) // row))
     grain = 128 if fit >= 128 else 16 if fit >= 16 else 1  # a tile's rows, and what addresses are aligned to

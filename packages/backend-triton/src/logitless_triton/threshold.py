@@ -2,9 +2,11 @@
 
 The threshold t of a kept set {x >= t} is searched for among the floats from a floor to M, in the order of their bits,
 which holds ties exactly: a round finds the mass (or the number) of the logits at or above seven levels, and with it an
-eighth of the interval; the largest and the least logit within say when only one is left. The rounds are launches, so
-that ranks which share a vocabulary can add up their masses in between. Only the tiles of `logitless_triton.candidates`
-are read.
+eighth of the interval; the largest and the least logit within say when only one is left. Only the tiles of
+`logitless_triton.candidates` are read.
+
+Here the rounds are launches, so that ranks which share a vocabulary can add up their masses in between. On one rank
+`logitless_triton.shortlist` makes the same rounds in one launch.
 
 A program serves one row (in the interpreter, whose time goes by programs, more), whose bits depend on nothing else.
 """
@@ -22,38 +24,40 @@ import triton.language as tl
 from torch import Tensor
 
 from logitless.collectives import gather_stacked
-from logitless_triton.candidates import Tiles, blocks, float_of, key_of, tile_columns
+from logitless_triton.candidates import Tiles, blocks, float_of, key_of, tile_logits
 from logitless_triton.tile import FLOOR, ceil_div
 
-__all__ = ["SUMS", "kept_sums", "search"]
+__all__ = ["LANES", "LOOK", "SUMS", "add_up", "kept_sums", "look", "narrowed", "search"]
 
 ROUNDS = 11  # of an eighth each: 2^32 floats
+LANES = tl.constexpr(128)  # threads of a program
+LOOK = 1024  # logits of a row that are compared with the levels together: what fits the registers
 SUMS = ("rest", "largest", "moment", "squares", "dropped")
 """Rows of `kept_sums`: Σ 2^((x−M)·f) of x < M, how many x are M, T and Σ 2^(2(x−M)·f) of what is kept, and the largest
 x that is not."""
 
 
 @triton.jit
-def _levels(low, high):
-    """[ROWS, 8] keys from the low one on, at equal distances."""
-    way = tl.arange(0, 8).to(tl.int64)[None, :]
-    return low[:, None] + (((high - low)[:, None] * way) >> 3)
+def key_at(low, high, way, VALUES: tl.constexpr):
+    """The level of a way from 0, the low key, to 7: eighths; with VALUES six sevenths of the values, and the middle.
+
+    Between a negative floor and a positive M most floats lie next to zero: there an eighth of the keys is little.
+    """
+    if VALUES:
+        bottom = float_of(low)
+        value = bottom + (float_of(high) - bottom) / 7.0 * way.to(tl.float32)
+        at = tl.minimum(tl.maximum(key_of(value), low), high - 1)  # also of infinities and NaN
+        key = tl.where(way == 0, low, tl.where(way == 7, low + ((high - low) >> 1), at))
+    else:
+        key = low + (((high - low) * way) >> 3)
+    return key
 
 
 @triton.jit
-def _narrowed(low, high, found, wanted_ptr, rows, inside, N, RANKS: tl.constexpr, ROWS: tl.constexpr):
-    """The keys [ROWS] between which the threshold lies, by what the last round found on each rank."""
-    ways = tl.arange(0, 8)[None, :]
-    level = _levels(low, high)
-    mass = tl.full((ROWS, 8), 0.0, tl.float32)
-    largest = tl.full((ROWS,), -float("inf"), tl.float32)
-    least = tl.full((ROWS,), float("inf"), tl.float32)
-    for rank in range(RANKS):
-        at = found + rank * 10 * N + rows
-        mass += tl.load(at[:, None] + ways * N, mask=inside[:, None], other=0.0)
-        largest = tl.maximum(largest, tl.load(at + 8 * N, mask=inside, other=0.0))
-        least = tl.minimum(least, tl.load(at + 9 * N, mask=inside, other=0.0))
-    wanted = tl.load(wanted_ptr + rows, mask=inside, other=0.0)
+def narrowed(low, high, mass, largest, least, wanted, VALUES: tl.constexpr):
+    """The keys [ROWS] between which the threshold lies, by what was found at or above the levels, and between them."""
+    ways = tl.arange(0, 8).to(tl.int64)[None, :]
+    level = key_at(low[:, None], high[:, None], ways, VALUES)
     enough = (mass >= wanted[:, None]) | (ways == 0)
     new_low = tl.max(tl.where(enough, level, low[:, None]), 1)
     new_high = tl.min(tl.where(enough, high[:, None], level), 1)
@@ -62,6 +66,170 @@ def _narrowed(low, high, found, wanted_ptr, rows, inside, N, RANKS: tl.constexpr
     new_high = tl.where(alone, new_low + 1, new_high)
     is_open = high - low > 1  # else nothing was found, and what is read is not of this search
     return tl.where(is_open, new_low, low), tl.where(is_open, new_high, high)
+
+
+@triton.jit
+def _by_lane(x, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """[ROWS, BLOCK // LANES, LANES] of logits [ROWS, BLOCK // WIDTH, WIDTH]: a lane is what one thread has loaded.
+
+    That is so where 4 warps load 16 bytes for each thread; the layout then changes nothing but names, and sums over the
+    middle axis stay within a thread.
+    """
+    x = tl.reshape(x, (ROWS, BLOCK // (4 * LANES), 4 * LANES // WIDTH, WIDTH // 4, 4))
+    return tl.reshape(tl.permute(x, (0, 1, 4, 2, 3)), (ROWS, BLOCK // LANES, LANES))
+
+
+@triton.jit
+def _logits(
+    source,
+    rows,
+    step,
+    count,
+    missing,
+    SHORT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Logits [ROWS, BLOCK // LANES, LANES] of a step through the listed tiles or the short list.
+
+    Args:
+        source: held logits, ids of tiles, V and both strides; SHORT: the short list, its length and how many each lane
+            has [ROWS, LANES].
+        count: [ROWS], of tiles; SHORT: of a lane's places.
+        missing: what stands where there is none.
+    """
+    if SHORT:
+        short, length, placed = source
+        place = step * (BLOCK // LANES) + tl.arange(0, BLOCK // LANES)[None, :, None]
+        at = short + rows.to(tl.int64)[:, None, None] * length + place * LANES + tl.arange(0, LANES)[None, None, :]
+        x = tl.load(at, mask=place < count[:, None, None], other=missing)
+        x = _by_lane(tl.where(place < placed[:, None, :], x, missing), ROWS, LANES, BLOCK)
+    else:
+        held, ids, V, stride_held, stride_ids = source
+        first = step * (BLOCK // WIDTH)
+        x, _, real = tile_logits(held, ids, rows, first, count, V, stride_held, stride_ids, WIDTH, BLOCK)
+        x = _by_lane(tl.where(real, x, missing), ROWS, WIDTH, BLOCK)
+    return x
+
+
+@triton.jit
+def _steps(count, SHORT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """How many it takes to go through."""
+    EACH: tl.constexpr = BLOCK // (LANES if SHORT else WIDTH)
+    return (tl.max(count, 0) + EACH - 1) // EACH
+
+
+@triton.jit
+def look(
+    source,
+    rows,
+    count,
+    f,
+    M,
+    low,
+    high,
+    SHORT: tl.constexpr,
+    VALUES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COUNT: tl.constexpr,
+):
+    """Masses [ROWS, 8] (COUNT: numbers) at or above the levels; the largest x below high, and the least from low on."""
+    bottom = float_of(low)[:, None, None]
+    end = float_of(high)[:, None, None]
+    ways = tl.arange(0, 8)[None, :, None]
+    lines = ()
+    for way in tl.static_range(8):
+        lines += (float_of(key_at(low, high, tl.full((ROWS,), way, tl.int64), VALUES))[:, None, None],)
+    mass = tl.full((ROWS, 8, LANES), 0.0, tl.float32)
+    largest = tl.full((ROWS, LANES), -float("inf"), tl.float32)
+    least = tl.full((ROWS, LANES), float("inf"), tl.float32)
+    for step in range(0, _steps(count, SHORT, WIDTH, BLOCK)):
+        x = _logits(source, rows, step, count, float("nan"), SHORT, WIDTH, ROWS, BLOCK)  # at or above nothing
+        weight = tl.full(x.shape, 1.0, tl.float32) if COUNT else tl.exp2((x - M[:, None, None]) * f[:, None, None])
+        for way in tl.static_range(8):  # not as one more axis: its values would not fit the registers
+            found = tl.sum(tl.where(x >= lines[way], weight, 0.0), 1)
+            mass += tl.where(ways == way, found[:, None, :], 0.0)
+        largest = tl.maximum(largest, tl.max(tl.where(x < end, x, -float("inf")), 1))
+        least = tl.minimum(least, tl.min(tl.where(x >= bottom, x, float("inf")), 1))
+    return tl.sum(mass, 2), tl.max(largest, 1), tl.min(least, 1)
+
+
+@triton.jit
+def add_up(
+    source,
+    rows,
+    count,
+    f,
+    M,
+    threshold,
+    bottom,
+    short,
+    length,
+    SHORT: tl.constexpr,
+    LIST: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """`SUMS` [ROWS] of x >= threshold; of the largest x, what is below `bottom`. Lastly how many x are >= threshold.
+
+    LIST: the logits from `bottom` on and below the threshold are put into `short`, of so many places a row; each lane
+    has places of its own, so that threads need not wait for one another. A lane's number of them [ROWS, LANES] may be
+    larger than its places, which then are not all.
+    """
+    scale = f[:, None, None]
+    top = M[:, None, None]
+    line = threshold[:, None, None]
+    edge = bottom[:, None, None]
+    rest = tl.full((ROWS, LANES), 0.0, tl.float32)
+    largest = tl.full((ROWS, LANES), 0.0, tl.float32)
+    moment = tl.full((ROWS, LANES), 0.0, tl.float32)
+    squares = tl.full((ROWS, LANES), 0.0, tl.float32)
+    dropped = tl.full((ROWS, LANES), -float("inf"), tl.float32)
+    number = tl.full((ROWS, LANES), 0, tl.int32)
+    placed = tl.full((ROWS, LANES), 0, tl.int32)
+    own = rows.to(tl.int64)[:, None, None] * length + tl.arange(0, LANES)[None, None, :]
+    for step in range(0, _steps(count, SHORT, WIDTH, BLOCK)):
+        x = _logits(source, rows, step, count, -float("inf"), SHORT, WIDTH, ROWS, BLOCK)
+        d = tl.maximum((x - top) * scale, FLOOR, propagate_nan=tl.PropagateNan.ALL)
+        kept = (x < line) == 0  # NaN is, and seen
+        e = tl.where(kept, tl.exp2(d), 0.0)
+        moment += tl.sum(e * d, 1)
+        squares += tl.sum(e * e, 1)
+        rest += tl.sum(tl.where(x == top, 0.0, e), 1)
+        largest += tl.sum(tl.where(kept & (x == top), 1.0, 0.0), 1)  # LIST: the threshold may be above M
+        dropped = tl.maximum(dropped, tl.max(tl.where(x < edge, x, -float("inf")), 1))
+        if LIST:
+            number += tl.sum((x >= line).to(tl.int32), 1)
+            chosen = (x >= edge) & (x < line)
+            place = placed[:, None, :] + tl.cumsum(chosen.to(tl.int32), 1) - 1
+            room = chosen & (place < length // LANES)
+            # With one axis only, all compilers agree on which thread has what: nothing is moved.
+            at = tl.reshape(own + place * LANES, (ROWS * BLOCK,))
+            tl.store(short + at, tl.reshape(x, (ROWS * BLOCK,)), mask=tl.reshape(room, (ROWS * BLOCK,)))
+            placed += tl.sum(chosen.to(tl.int32), 1)
+    return (
+        tl.sum(rest, 1),
+        tl.sum(largest, 1),
+        tl.sum(moment, 1),
+        tl.sum(squares, 1),
+        tl.max(dropped, 1),
+        tl.sum(number, 1),
+        placed,
+    )
+
+
+@triton.jit
+def store_sums(out, rows, inside, stride_out, rest, largest, moment, squares, dropped):
+    """Put [ROWS] of each of `SUMS` into its row."""
+    tl.store(out + rows, rest, mask=inside)
+    tl.store(out + stride_out + rows, largest, mask=inside)
+    tl.store(out + 2 * stride_out + rows, moment, mask=inside)
+    tl.store(out + 3 * stride_out + rows, squares, mask=inside)
+    tl.store(out + 4 * stride_out + rows, dropped, mask=inside)
 
 
 @triton.jit(do_not_specialize=["N", "V", "stride_ids", "stride_held"])
@@ -90,32 +258,30 @@ def _round_kernel(
     inside = rows < N
     low = tl.load(before + rows, mask=inside, other=0)
     high = tl.load(before + N + rows, mask=inside, other=0)
-    if RANKS > 0:
-        low, high = _narrowed(low, high, found, wanted_ptr, rows, inside, N, RANKS, ROWS)
+    ways = tl.arange(0, 8)[None, :]
+    if RANKS > 0:  # what the last round found on each rank
+        mass = tl.full((ROWS, 8), 0.0, tl.float32)
+        largest = tl.full((ROWS,), -float("inf"), tl.float32)
+        least = tl.full((ROWS,), float("inf"), tl.float32)
+        for rank in range(RANKS):
+            at = found + rank * 10 * N + rows
+            mass += tl.load(at[:, None] + ways * N, mask=inside[:, None], other=0.0)
+            largest = tl.maximum(largest, tl.load(at + 8 * N, mask=inside, other=0.0))
+            least = tl.minimum(least, tl.load(at + 9 * N, mask=inside, other=0.0))
+        wanted = tl.load(wanted_ptr + rows, mask=inside, other=0.0)
+        low, high = narrowed(low, high, mass, largest, least, wanted, False)
     tl.store(after + rows, low, mask=inside)  # not where it was read: another thread may not have read it yet
     tl.store(after + N + rows, high, mask=inside)
     is_open = high - low > 1
     if tl.max(is_open.to(tl.int32), 0) > 0:
         f = tl.load(f_ptr + rows, mask=inside, other=0.0)
         M = tl.load(M_ptr + rows, mask=inside, other=0.0)
-        level = float_of(_levels(low, high))[:, :, None]  # [ROWS, 8, 1]
-        bottom = float_of(low)[:, None]
-        end = float_of(high)[:, None]
-        mass = tl.full((ROWS, 8, BLOCK), 0.0, tl.float32)
-        largest = tl.full((ROWS, BLOCK), -float("inf"), tl.float32)
-        least = tl.full((ROWS, BLOCK), float("inf"), tl.float32)
         count = tl.load(count_ptr + rows, mask=is_open, other=0)
-        for first in range(0, tl.max(count, 0), BLOCK // WIDTH):
-            cols, real = tile_columns(ids, rows, first, count, V, stride_ids, WIDTH, BLOCK)
-            x = tl.load(held + rows.to(tl.int64)[:, None] * stride_held + cols, mask=real, other=-float("inf"))
-            weight = real.to(tl.float32) if COUNT else tl.exp2((x - M[:, None]) * f[:, None])
-            mass += tl.where(x[:, None, :] >= level, weight[:, None, :], 0.0)
-            largest = tl.maximum(largest, tl.where(x < end, x, -float("inf")))
-            least = tl.minimum(least, tl.where(real & (x >= bottom), x, float("inf")))
-        ways = tl.arange(0, 8)[None, :]
-        tl.store(out + rows[:, None] + ways * N, tl.sum(mass, 2), mask=inside[:, None])
-        tl.store(out + 8 * N + rows, tl.max(largest, 1), mask=inside)
-        tl.store(out + 9 * N + rows, tl.min(least, 1), mask=inside)
+        source = (held, ids, V, stride_held, stride_ids)
+        mass, largest, least = look(source, rows, count, f, M, low, high, False, False, WIDTH, ROWS, BLOCK, COUNT)
+        tl.store(out + rows[:, None] + ways * N, mass, mask=inside[:, None])
+        tl.store(out + 8 * N + rows, largest, mask=inside)
+        tl.store(out + 9 * N + rows, least, mask=inside)
 
 
 def search(
@@ -130,7 +296,7 @@ def search(
     *,
     count: bool,
 ) -> Tensor:
-    """[2, m] keys whose first is the threshold's: the largest t such that the logits at or above it are enough.
+    """[m] keys of the thresholds: the largest t such that the logits at or above it are enough, of all ranks'.
 
     Args:
         held: [m, whole tiles] this rank's logits.
@@ -138,11 +304,11 @@ def search(
         bracket: [2, m], of `listed`; it is left as it was.
         wanted: [m], Σ 2^((x−M)·f) that is enough; with `count`, a number of logits.
     """
-    rows, ranks, sizes = f.shape[0], 0, blocks(work)
-    found, out = work.empty(1, 10, rows), work.empty(1, 10, rows)
+    rows, ranks, sizes = f.shape[0], 0, blocks(work, LOOK)
+    found, out = work.empty(0), work.empty(10, rows)
     after, spare = torch.empty_like(bracket), torch.empty_like(bracket)
     if not rows:
-        return bracket
+        return bracket[0]
     for _ in range(ROUNDS + 1):  # the last one only reads what the one before it has found
         if not bracket.is_cuda and bool((bracket[1] - bracket[0] <= 1).all()):  # where looking costs nothing
             break
@@ -166,12 +332,9 @@ def search(
             **sizes,
         )
         bracket, after, spare = after, spare, after
-        if group is None:
-            found, out, ranks = out, found, 1
-        else:
-            found = gather_stacked(out[0], group)
-            ranks = found.shape[0]
-    return bracket
+        found = gather_stacked(out, group)
+        ranks = found.shape[0]
+    return bracket[0]
 
 
 @triton.jit(do_not_specialize=["N", "V", "stride_ids", "stride_held", "stride_out"])
@@ -182,7 +345,7 @@ def _sums_kernel(
     outside_ptr,
     f_ptr,
     M_ptr,
-    bracket,
+    least_ptr,
     threshold_ptr,
     out,
     N,
@@ -196,33 +359,17 @@ def _sums_kernel(
 ):
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = rows < N
-    least = float_of(tl.load(bracket + rows, mask=inside, other=0))
-    f = tl.load(f_ptr + rows, mask=inside, other=0.0)[:, None]
-    M = tl.load(M_ptr + rows, mask=inside, other=0.0)[:, None]
-    threshold = least[:, None]
-    rest = tl.full((ROWS, BLOCK), 0.0, tl.float32)
-    largest = tl.full((ROWS, BLOCK), 0.0, tl.float32)
-    moment = tl.full((ROWS, BLOCK), 0.0, tl.float32)
-    squares = tl.full((ROWS, BLOCK), 0.0, tl.float32)
-    dropped = tl.full((ROWS, BLOCK), -float("inf"), tl.float32)
+    threshold = float_of(tl.load(least_ptr + rows, mask=inside, other=0))
+    f = tl.load(f_ptr + rows, mask=inside, other=0.0)
+    M = tl.load(M_ptr + rows, mask=inside, other=0.0)
     count = tl.load(count_ptr + rows, mask=inside, other=0)
-    for first in range(0, tl.max(count, 0), BLOCK // WIDTH):
-        cols, real = tile_columns(ids, rows, first, count, V, stride_ids, WIDTH, BLOCK)
-        x = tl.load(held + rows.to(tl.int64)[:, None] * stride_held + cols, mask=real, other=-float("inf"))
-        d = tl.maximum((x - M) * f, FLOOR, propagate_nan=tl.PropagateNan.ALL)
-        e = tl.where(x < threshold, 0.0, tl.exp2(d))  # NaN is kept, and seen
-        moment += e * d
-        squares += e * e
-        rest += tl.where(x == M, 0.0, e)
-        largest += tl.where(x == M, 1.0, 0.0)
-        dropped = tl.maximum(dropped, tl.where(x < threshold, x, -float("inf")))
-    below = tl.maximum(tl.max(dropped, 1), tl.load(outside_ptr + rows, mask=inside, other=0.0))
-    tl.store(threshold_ptr + rows, least, mask=inside)
-    tl.store(out + rows, tl.sum(rest, 1), mask=inside)
-    tl.store(out + stride_out + rows, tl.sum(largest, 1), mask=inside)
-    tl.store(out + 2 * stride_out + rows, tl.sum(moment, 1), mask=inside)
-    tl.store(out + 3 * stride_out + rows, tl.sum(squares, 1), mask=inside)
-    tl.store(out + 4 * stride_out + rows, below, mask=inside)
+    source = (held, ids, V, stride_held, stride_ids)
+    rest, largest, moment, squares, dropped, _, _ = add_up(
+        source, rows, count, f, M, threshold, threshold, held, 0, False, False, WIDTH, ROWS, BLOCK
+    )
+    dropped = tl.maximum(dropped, tl.load(outside_ptr + rows, mask=inside, other=0.0))
+    tl.store(threshold_ptr + rows, threshold, mask=inside)
+    store_sums(out, rows, inside, stride_out, rest, largest, moment, squares, dropped)
 
 
 def kept_sums(
@@ -231,7 +378,7 @@ def kept_sums(
     f: Tensor,
     tiles: Tiles,
     top: Tensor,
-    bracket: Tensor,
+    least: Tensor,
     threshold: Tensor,
     out: Tensor,
 ) -> None:
@@ -245,7 +392,7 @@ def kept_sums(
             tiles.outside,
             f,
             top,
-            bracket,
+            least,
             threshold,
             out,
             rows,
