@@ -24,6 +24,7 @@ from logitless_mcore import (
     make_forward,
     model_forward_gen,
 )
+from logitless_mcore.mrope import use_mrope
 
 # One process draws the batches of all ranks: their collectives must agree.
 MASKS = st.lists(st.lists(st.booleans(), min_size=9, max_size=9), min_size=1, max_size=4)
@@ -236,3 +237,63 @@ def refused(rank: int, size: int) -> None:
 
 def test_rows_are_refused_by_name() -> None:
     run_ranks(2, refused)
+
+
+# --- positions --------------------------------------------------------------------------------------------------------
+
+COUNTED = torch.arange(8)
+LATER = torch.tensor([0, 1, 7, 8, 9, 10, 6, 7])  # a zig-zag shard of either rank counts up by itself
+
+
+def of_positions(rank: int, size: int, scheme: Any, axes: bool) -> dict[str, Any]:
+    """Scores, or what is said, of one sequence with these positions behind a plain one."""
+    found: dict[str, Any] = {}
+    kinds = {"plain": COUNTED, "shifted": COUNTED + 3, "doubled": 2 * COUNTED, "later": LATER}
+    with parallel(cp=size):
+        torch.manual_seed(0)
+        gpt = build_gpt(hf_config("qwen2"), model={"position_embedding_type": "none" if axes else "rope"})
+        if axes:
+            use_mrope(gpt, 5000.0, [2, 3, 3])
+        for name, positions in kinds.items():
+            given = [COUNTED[:5], positions]
+            given = [x.expand(3, -1) for x in given] if axes else given
+            ids = [torch.arange(5), torch.arange(8)]
+            batch = PackedBatch.from_sequences(ids, position_ids=given, align=2 * size if size > 1 else 1)
+            shard = batch.shard(rank, size, scheme) if size > 1 else batch
+            try:
+                scores = make_forward(gpt)(shard).log_probs
+                found[name] = torch.cat(batch.unpack(shard.gather(scores, gpt.pg_collection.cp))).detach()
+            except UnsupportedError as error:
+                found[name] = str(error)
+    return found
+
+
+@pytest.mark.parametrize("scheme", ["zigzag", "contiguous"])
+def test_positions_that_the_model_would_not_take_are_refused_as_on_one_rank(scheme: str) -> None:
+    (alone,) = run_ranks(1, of_positions, scheme, False)
+    for found in run_ranks(2, of_positions, scheme, False, seconds=20):
+        assert found["doubled"] == alone["doubled"]
+        assert found["later"] == alone["later"]
+        assert alone["doubled"].startswith("batch: its position_ids do not count up by one")
+        for name in ("plain", "shifted"):
+            torch.testing.assert_close(found[name], alone[name], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("scheme", ["zigzag", "contiguous"])
+def test_a_model_of_mrope_takes_any_positions(scheme: str) -> None:
+    (alone,) = run_ranks(1, of_positions, scheme, True)
+    assert float((alone["doubled"] - alone["plain"]).abs().max()) > 1e-3
+    for found in run_ranks(2, of_positions, scheme, True, seconds=20):
+        for name, want in alone.items():
+            torch.testing.assert_close(found[name], want, rtol=0, atol=1e-5)
+
+
+def megatrons_own(rank: int, size: int) -> None:
+    with parallel(cp=size):
+        gpt = build_gpt(hf_config("qwen2"), model={"position_embedding_type": "mrope"}, mrope_section=[2, 3, 3])
+        with pytest.raises(UnsupportedError, match="rotary_pos_emb: got MultimodalRotaryEmbedding with context paral"):
+            make_forward(gpt)
+
+
+def test_megatrons_own_mrope_is_refused_over_context_parallelism() -> None:
+    run_ranks(2, megatrons_own)

@@ -13,13 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from logitless import PackedBatch, TokenLogProbs
+from logitless.collectives import all_reduce_max
 from logitless.errors import InvalidInputError, UnsupportedError
 from logitless_mcore.arrangement import IGNORE_INDEX, Arrangement, Ranks, arrange, ramp
 from logitless_mcore.balance import balance_of
 from logitless_mcore.capture import is_last_stage, language_model, run_scored, unwrapped
-from logitless_mcore.contiguous import Exchange
+from logitless_mcore.contiguous import Exchange, cut
 from logitless_mcore.examine import examined
 from logitless_mcore.head import Asked, Scored, score, vocab_size_of
+from logitless_mcore.mrope import MultimodalRotary
 from logitless_mcore.outputs import CausalLMOutputForPPO
 from logitless_mcore.prediction import Ahead, depth_of, without_prediction
 from logitless_mcore.value_head import is_value_model
@@ -47,8 +49,12 @@ def _check_batch(batch: Any, layout: str, ranks: Ranks) -> None:
         )
 
 
-def _check_positions(model: Any, batch: PackedBatch) -> None:
-    """What counts within each sequence by itself, a model of images or a rotary embedding, would lose others."""
+def _check_positions(model: Any, batch: PackedBatch, ranks: Ranks) -> None:
+    """What counts within each sequence by itself, a model of images or a rotary embedding, would lose others.
+
+    Over context parallelism a collective of two numbers for each sequence: a rank that refused alone would leave the
+    others waiting, and what one holds of a sequence may count up by itself and still not go on from the other's.
+    """
     if takes_images(model):
         if batch.position_ids.ndim > 1:
             return
@@ -56,11 +62,18 @@ def _check_positions(model: Any, batch: PackedBatch) -> None:
         return
     if batch.position_ids.ndim > 1:
         raise UnsupportedError("batch: its position_ids are for mrope, the model has other rotary embeddings")
-    if batch.shard_of is not None or not batch.position_ids.numel():
-        return
     row, counted = ramp(batch.padded_lengths, batch.position_ids.device)
-    first = batch.position_ids.index_select(0, batch.cu_seqlens_padded.long().index_select(0, row))
-    if not torch.equal(batch.position_ids - first, counted):
+    if batch.shard_of is not None:
+        row, counted = cut(torch.stack([row, counted], 1), batch).unbind(1)
+    # Rotary embeddings are relative: any shift will do, if it is the same for all tokens of a sequence.
+    shift = batch.position_ids - counted
+    # Of each sequence the largest, and the smallest times -1.
+    most = shift.new_zeros(2, len(batch.padded_lengths)).scatter_reduce(
+        1, row.expand(2, -1), torch.stack([shift, -shift]), "amax", include_self=False
+    )
+    if batch.shard_of is not None:
+        all_reduce_max(most, ranks.cp_group)
+    if not torch.equal(most[0], -most[1]):
         raise UnsupportedError(
             "batch: its position_ids do not count up by one within each sequence, and this model's rotary embeddings "
             "do; leave position_ids out"
@@ -123,7 +136,7 @@ class McoreForward:
             of_tokens = {n: swap.inward(n, x) for n, x in (("temperature", temperature), ("labels", labels))}
             out = self(swap.run, **of_tokens, multi_modal_inputs=multi_modal_inputs, mtp=mtp, **plain)
             return swap.outward(out) if is_last_stage(self.model) else out
-        _check_positions(self.model, batch)
+        _check_positions(self.model, batch, ranks)
         run = _arranged(batch, self.layout, ranks, bool(inner.config.sequence_parallel), inner.config.fp8)
         inputs = _inputs(self.model, run, batch, multi_modal_inputs)
         if not is_last_stage(self.model):
@@ -198,15 +211,28 @@ def _inputs(
             f"multi_modal_inputs: got {', '.join(multi_modal_inputs)} for a {type(unwrapped(model)).__qualname__}, "
             "expected a model around a language_model whose forward names pixel_values"
         )
-    position_ids = run.batch.position_ids
-    if getattr(language_model(model), "position_embedding_type", None) == "mrope":
-        position_ids = position_ids.expand(3, -1) if position_ids.ndim == 1 else position_ids[-3:]
     inputs = {
         "input_ids": _grid(run, run.batch.input_ids),
-        "position_ids": _grid(run, position_ids),
+        "position_ids": _positions(model, run),
         "attention_mask": None,
     }
     return inputs if run.params is None else {**inputs, "packed_seq_params": run.params}
+
+
+def _has_axes(model: Any) -> bool:
+    return getattr(language_model(model), "position_embedding_type", None) == "mrope"
+
+
+def _positions(model: Any, run: Arrangement) -> Tensor:
+    """[b, s]; of mrope [3, b, s], over context parallelism of every rank's tokens, as attention cuts their angles."""
+    batch = run.batch
+    if not _has_axes(model):
+        return _grid(run, batch.position_ids)
+    axes = batch.position_ids.expand(3, -1) if batch.position_ids.ndim == 1 else batch.position_ids[-3:]
+    if batch.shard_of is None:
+        return _grid(run, axes)
+    whole: Tensor = batch.gather(axes.t(), run.ranks.cp_group).t()
+    return whole.unsqueeze(1)
 
 
 def _grid(run: Arrangement, x: Tensor) -> Tensor:
@@ -282,12 +308,20 @@ def make_forward(model: nn.Module, layout: str = "thd", backend: str | None = No
 
     Raises:
         InvalidInputError: another layout.
-        UnsupportedError: the head is not understood, or rows were asked of a model in fp8.
+        UnsupportedError: the head is not understood, rows were asked of a model in fp8, or mrope of Megatron's own over
+            context parallelism.
     """
     if layout not in ("thd", "bshd", "nested"):
         raise InvalidInputError(f"layout: got {layout!r}, expected 'thd', 'bshd' or 'nested'")
     if layout == "bshd" and getattr(language_model(model).config, "fp8", None):
         raise UnsupportedError("layout: got 'bshd' for a model in fp8, expected 'thd' or 'nested'")
+    rotary = getattr(language_model(model), "rotary_pos_emb", None)
+    cut_as_one = _has_axes(model) and not takes_images(model) and not isinstance(rotary, MultimodalRotary)
+    if cut_as_one and Ranks.of(language_model(model)).cp > 1:
+        raise UnsupportedError(
+            f"rotary_pos_emb: got {type(rotary).__qualname__} with context parallelism, for which it cuts packed "
+            "sequences as one; give the model logitless_mcore.mrope.MultimodalRotary, with use_mrope of that module"
+        )
     if is_last_stage(model) and not is_value_model(model):
         examined(model, backend)
     return McoreForward(model, layout, backend)

@@ -19,10 +19,10 @@ from logitless import PackedBatch
 from logitless.errors import InvalidInputError
 from logitless_mcore.outputs import CausalLMOutputForPPO
 
-__all__ = ["Exchange"]
+__all__ = ["Exchange", "cut"]
 
 
-def _cut(whole: Tensor, shard: PackedBatch) -> Tensor:
+def cut(whole: Tensor, shard: PackedBatch) -> Tensor:
     """[T, ...] of the whole batch to a shard's [P, ...]."""
     assert shard.shard_of is not None
     place = torch.arange(whole.shape[0], device=whole.device)
@@ -33,7 +33,7 @@ def _cut(whole: Tensor, shard: PackedBatch) -> Tensor:
 def _moved(parts: Sequence[Tensor], source: PackedBatch, target: PackedBatch, group: Any) -> list[Tensor]:
     """[P, ...] each of one shard's tokens to those of the other, in one collective."""
     columns = [x.unsqueeze(-1).flatten(1) for x in parts]
-    moved = _cut(source.gather(torch.cat(columns, 1), group), target)
+    moved = cut(source.gather(torch.cat(columns, 1), group), target)
     split = torch.split(moved, [x.shape[1] for x in columns], 1)
     return [y.clone().view(x.shape).to(x.dtype) for x, y in zip(parts, split, strict=True)]
 
@@ -85,7 +85,7 @@ class Exchange:
         if not isinstance(x, Tensor) or not x.ndim:
             return x
         try:
-            return _cut(self.given.gather(x.detach(), self.group), self.run)
+            return cut(self.given.gather(x.detach(), self.group), self.run)
         except InvalidInputError as error:  # on all ranks; one that checked ahead would leave the others waiting
             raise InvalidInputError(f"{name}: {str(error).removeprefix('x: ')}") from error
 
