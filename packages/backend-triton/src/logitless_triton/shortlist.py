@@ -312,51 +312,19 @@ def find(
     near, short, placed, above = bracket, work.empty(0), least, work.empty(0)
     sizes = blocks(work)
     grid = (ceil_div(rows, sizes["ROWS"]),)
+    listed = (held, tiles.ids, tiles.count)
     numbers = (rows, work.head.valid, tiles.ids.stride(0), held.stride(0))
     if length:
         near, above = torch.empty_like(bracket), work.empty(rows)
         short, placed = work.empty(rows, length), work.empty(rows, LANES.value, dtype=torch.int32)
-        nested, total = total is not None, tiles.mass if total is None else total
-        sample = {"WIDTH": sizes["WIDTH"], "ROWS": sizes["ROWS"], "COUNT": count, "NESTED": nested, "num_warps": 8}
-        _sample_kernel[grid](
-            held,
-            tiles.ids,
-            tiles.count,
-            f,
-            top,
-            total,
-            wanted,
-            bracket,
-            near,
-            *numbers,
-            LENGTH=length,
-            SAMPLE=SAMPLE,
-            **sample,
-        )
-        _split_kernel[grid](
-            held,
-            tiles.ids,
-            tiles.count,
-            f,
-            top,
-            wanted,
-            bracket,
-            near,
-            short,
-            placed,
-            above,
-            out,
-            *numbers,
-            out.stride(0),
-            LENGTH=length,
-            SAMPLE=SAMPLE,
-            COUNT=count,
-            **sizes,
-        )
+        lengths = {"LENGTH": length, "SAMPLE": SAMPLE, "COUNT": count}
+        sample = {"WIDTH": sizes["WIDTH"], "ROWS": sizes["ROWS"], "NESTED": total is not None, "num_warps": 8}
+        whole = tiles.mass if total is None else total
+        _sample_kernel[grid](*listed, f, top, whole, wanted, bracket, near, *numbers, **lengths, **sample)
+        found = (near, short, placed, above, out)
+        _split_kernel[grid](*listed, f, top, wanted, bracket, *found, *numbers, out.stride(0), **lengths, **sizes)
     _find_kernel[grid](
-        held,
-        tiles.ids,
-        tiles.count,
+        *listed,
         tiles.outside,
         f,
         top,
@@ -374,5 +342,6 @@ def find(
         LENGTH=length,
         COUNT=count,
         **blocks(work, LOOK),
+        maxnreg=80,  # six programs of a multiprocessor: on an H200 all rows of a chunk at once
     )
     return least

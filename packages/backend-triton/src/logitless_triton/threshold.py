@@ -137,8 +137,7 @@ def look(
     COUNT: tl.constexpr,
 ):
     """Masses [ROWS, 8] (COUNT: numbers) at or above the levels; the largest x below high, and the least from low on."""
-    bottom = float_of(low)[:, None, None]
-    end = float_of(high)[:, None, None]
+    bottom, end = float_of(low)[:, None, None], float_of(high)[:, None, None]
     ways = tl.arange(0, 8)[None, :, None]
     lines = ()
     for way in tl.static_range(8):
@@ -174,16 +173,13 @@ def add_up(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """`SUMS` [ROWS] of x >= threshold; of the largest x, what is below `bottom`. Lastly how many x are >= threshold.
+    """`SUMS` [ROWS] of x >= threshold, the last one of x < `bottom`; how many x are >= threshold; what is listed.
 
     LIST: the logits from `bottom` on and below the threshold are put into `short`, of so many places a row; each lane
-    has places of its own, so that threads need not wait for one another. A lane's number of them [ROWS, LANES] may be
-    larger than its places, which then are not all.
+    has places of its own, so that threads need not wait for one another: those it would need [ROWS, LANES].
     """
-    scale = f[:, None, None]
-    top = M[:, None, None]
-    line = threshold[:, None, None]
-    edge = bottom[:, None, None]
+    scale, top = f[:, None, None], M[:, None, None]
+    line, edge = threshold[:, None, None], bottom[:, None, None]
     rest = tl.full((ROWS, LANES), 0.0, tl.float32)
     largest = tl.full((ROWS, LANES), 0.0, tl.float32)
     moment = tl.full((ROWS, LANES), 0.0, tl.float32)
