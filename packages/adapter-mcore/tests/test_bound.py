@@ -18,7 +18,13 @@ from megatron.core import parallel_state
 from megatron_cpu import build_gpt, hf_model, parallel
 from oracle import Expected, deviation, expect, load, summed_over_tp
 
-from logitless_mcore import McoreAdapter, make_forward, set_vocab_size, to_value_model
+from logitless_mcore import (
+    McoreAdapter,
+    fused_gptmodel_forward_no_padding,
+    make_forward,
+    set_vocab_size,
+    to_value_model,
+)
 
 LENGTHS = (7, 12, 1, 5)
 TOLERANCE = 1e-5
@@ -272,34 +278,42 @@ def test_value_models_give_values(tp: int, sp: bool) -> None:
 # --- context parallelism ------------------------------------------------------------------------------------------
 
 
-def sharded(rank: int, size: int, hf: Any, expected: Expected, tp: int, sp: bool) -> list[Any]:
+def sharded(rank: int, size: int, hf: Any, expected: Expected, tp: int, sp: bool) -> dict[str, Any]:
+    """Errors of log_probs, entropy and gradients, of shards and of the fused forward that cuts them itself."""
+    found = {}
     with parallel(tp=tp, cp=2):
         gpt = load(build_gpt(hf.config, sequence_parallel=sp), hf, False)
         cp_rank, group = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_group()
-        forward = make_forward(gpt)
         batch = PackedBatch.from_sequences(sequences(), align=4 * tp)
-        shard = batch.shard(cp_rank, 2)
-        out = forward(shard)
-        parts = [batch.unpack(shard.gather(x, group)) for x in scores(out)]
-        terms = zip(expected.upstream, *parts, strict=True)
-        sum((g * lp[:-1]).sum() + (e * ent[:-1]).sum() for (g, e), lp, ent in terms).backward()  # type: ignore[union-attr]
-        for parameter in gpt.parameters():
-            dist.all_reduce(parameter.grad, group=group)
-        summed_over_tp(gpt)
-        errors = [
-            max(float((x[:-1] - y).abs().max()) for x, y in zip(own, other, strict=True) if len(y))
-            for own, other in zip(parts, (expected.log_probs, expected.entropy), strict=True)
-        ]
         with pytest.raises(InvalidInputError, match="expected shard"):
-            forward(batch)
-        return [*errors, *deviation(gpt, expected, False)]
+            make_forward(gpt)(batch)
+        for way in ("zigzag", "contiguous", "nested"):
+            gpt.zero_grad()
+            if way == "nested":
+                ids = torch.nested.nested_tensor(sequences(), layout=torch.jagged)
+                parts = [x.unbind() for x in fused_gptmodel_forward_no_padding(gpt, ids).values()]
+            else:
+                shard = batch.shard(cp_rank, 2, way)
+                parts = [batch.unpack(shard.gather(x, group)) for x in scores(make_forward(gpt)(shard))]
+            terms = zip(expected.upstream, *parts, strict=True)
+            sum((g * lp[:-1]).sum() + (e * ent[:-1]).sum() for (g, e), lp, ent in terms).backward()  # type: ignore[union-attr]
+            for parameter in gpt.parameters():
+                dist.all_reduce(parameter.grad, group=group)
+            summed_over_tp(gpt)
+            errors = [
+                max(float((x[:-1] - y).abs().max()) for x, y in zip(own, other, strict=True) if len(y))
+                for own, other in zip(parts, (expected.log_probs, expected.entropy), strict=True)
+            ]
+            found[way] = [*errors, *deviation(gpt, expected, False)]
+    return found
 
 
-@pytest.mark.parametrize(("tp", "sp"), [(1, False), (2, True)], ids=["cp2", "tp2-sp-cp2"])
+@pytest.mark.parametrize(("tp", "sp"), [(1, False), (2, False), (2, True)], ids=["cp2", "tp2-cp2", "tp2-sp-cp2"])
 def test_context_parallelism_equals_hugging_face(tp: int, sp: bool) -> None:
     hf = hf_model("qwen2")
-    for found in run_ranks(2 * tp, sharded, hf, expect(hf, sequences()), tp, sp):
-        assert max(found[:3]) <= TOLERANCE, found
+    for of_rank in run_ranks(2 * tp, sharded, hf, expect(hf, sequences()), tp, sp):
+        for way, found in of_rank.items():
+            assert max(found[:3]) <= TOLERANCE, (way, found)
 
 
 # --- what is refused ----------------------------------------------------------------------------------------------
