@@ -1,4 +1,5 @@
-"""HybridModel, whose forward takes no output_processor: patterns of attention and MLP layers against its own logits.
+"""HybridModel, whose forward takes no output_processor: patterns of attention and MLP layers, whole or in the parts of
+tensor, context and pipeline parallelism, against the logits of the whole model.
 
 Its final norm is Transformer Engine's whatever the spec says, so torch's stands in while a model is built here. Mamba
 layers need a GPU, Transformer Engine and mamba_ssm.
@@ -7,13 +8,15 @@ layers need a GPU, Transformer Engine and mamba_ssm.
 from __future__ import annotations
 
 import importlib.util
+import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from megatron_cpu import gpt_config, hf_config, parallel
+from megatron_cpu import alone, gpt_config, hf_config, parallel
 from oracle import summed_over_tp
 from torch import Tensor
 
@@ -26,8 +29,10 @@ from logitless_mcore.spec import RMSNorm, transformer_engine
 pytest.importorskip(
     "megatron.core.models.hybrid.hybrid_block", reason="HybridModel came with 0.18", exc_type=ImportError
 )
+from megatron.core import parallel_state
 from megatron.core.models.hybrid import hybrid_block
 from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
@@ -63,6 +68,8 @@ def build(tied: bool = False, vocab: int = 128, pattern: str = "*-*-", **changes
             hybrid_layer_pattern=pattern,
             share_embeddings_and_output_weights=tied,
             position_embedding_type="rope",
+            pre_process=parallel_state.is_pipeline_first_stage(),
+            post_process=parallel_state.is_pipeline_last_stage(),
         )
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -71,53 +78,113 @@ def build(tied: bool = False, vocab: int = 128, pattern: str = "*-*-", **changes
     return keep_rotary_on_device(model)
 
 
-def by_logits(model: Any, batch: PackedBatch, temperature: float) -> tuple[list[Tensor], list[Tensor]]:
-    """Scores of each sequence run by itself, at t of the token after t, by logits of all tensor-parallel ranks."""
-    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+@dataclass
+class Whole:
+    """Of the model on one rank: parameters, scores by its logits, and the gradients of Σ g·log_prob + e·entropy."""
 
-    found: tuple[list[Tensor], list[Tensor]] = ([], [])
+    state: dict[str, Tensor]
+    scores: Tensor  # [2, tokens that have a next one]
+    grads: dict[str, Tensor]
+
+
+def loss_of(log_probs: list[Tensor], entropies: list[Tensor]) -> Tensor:
+    """Of scores of each sequence's tokens but the last."""
+    generator = torch.Generator().manual_seed(3)
+    loss = torch.zeros(())
+    for lp, ent in zip(log_probs, entropies, strict=True):
+        g, e = torch.randn(2, len(lp), generator=generator)
+        loss = loss + (g * lp).sum() + (e * ent).sum()
+    return loss
+
+
+def by_logits(tied: bool) -> Whole:
+    """Each sequence by itself, at t of the token after t."""
+    model, log_probs, entropies = build(tied), [], []
     for ids in SEQUENCES:
-        wide = torch.nn.functional.pad(ids, (0, len(ids) % 2))[None]
-        positions = torch.arange(wide.shape[1])[None]
-        logits = gather_from_tensor_model_parallel_region(model(wide, positions, None))[0, : len(ids)]
-        log_p = (logits.float() / temperature).log_softmax(-1)
-        found[0].append(log_p[:-1].gather(-1, ids[1:, None])[:, 0])
-        found[1].append(-(log_p.exp() * log_p).sum(-1)[:-1])
+        log_p = (model(ids[None], torch.arange(len(ids))[None], None)[0].float() / 0.8).log_softmax(-1)
+        log_probs.append(log_p[:-1].gather(-1, ids[1:, None])[:, 0])
+        entropies.append(-(log_p.exp() * log_p).sum(-1)[:-1])
+    loss_of(log_probs, entropies).backward()
+    scores = torch.stack([torch.cat(log_probs), torch.cat(entropies)]).detach()
+    own = dict(model.named_parameters())
+    return Whole({name: p.detach() for name, p in own.items()}, scores, {name: p.grad for name, p in own.items()})
+
+
+def part_of(whole: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
+    """What of these weights, or gradients, is this rank's, by its own names."""
+    groups, found = model.pg_collection, {}
+    before = len(model.decoder.layers) * groups.pp.rank()
+    for name, parameter in model.named_parameters():
+        source = re.sub(r"layers\.(\d+)", lambda i: f"layers.{before + int(i[1])}", name)
+        x = whole["embedding.word_embeddings.weight"] if source not in whole else whole[source]
+        if getattr(parameter, "tensor_model_parallel", False):
+            blocks = x.chunk(2) if "linear_fc1" in name else [x]  # gate and up
+            x = torch.cat(
+                [block.chunk(groups.tp.size(), parameter.partition_dim)[groups.tp.rank()] for block in blocks]
+            )
+        found[name] = x
     return found
 
 
-def same_step(rank: int, size: int, tied: bool, sp: bool) -> list[float]:
+def errors(rank: int, size: int, whole: Whole, tied: bool, tp: int, cp: int, pp: int, sp: bool) -> list[float]:
     worst = []
-    generator = torch.Generator().manual_seed(3)
-    upstream = [torch.randn(2, max(len(ids) - 1, 0), generator=generator) for ids in SEQUENCES]
-    with parallel(tp=size):
-        model = build(tied, sequence_parallel=sp)
-        keys, batch = list(model.state_dict()), PackedBatch.from_sequences(SEQUENCES)
+    with parallel(tp=tp, cp=cp, pp=pp):
+        model = build(tied, sequence_parallel=sp, deallocate_pipeline_outputs=True, batch_p2p_comm=False)
+        with torch.no_grad():
+            for name, weight in part_of(whole.state, model).items():
+                model.get_parameter(name).copy_(weight)
+        keys, wanted, group = list(model.state_dict()), part_of(whole.grads, model), model.pg_collection.cp
+        batch = PackedBatch.from_sequences(SEQUENCES, align=2 * tp * cp if cp > 1 else 1)
+        shard = batch.shard(group.rank(), cp) if cp > 1 else batch
+        for layout in ("thd", "bshd", "nested") if cp == 1 else ("thd", "nested"):
+            forward = make_forward(model, layout)
 
-        def step(log_probs: list[Tensor], entropies: list[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+            def loss_func(out: Any) -> tuple[Tensor, dict[str, Tensor]]:
+                parts = [batch.unpack(shard.gather(x, group)) for x in (out.log_probs, out.entropy)]
+                log_probs, entropies = ([x[:-1] for x in own] for own in parts)
+                found = torch.stack([torch.cat(log_probs), torch.cat(entropies)]).detach()
+                worst.append(float((found - whole.scores).abs().max()))
+                loss = loss_of(log_probs, entropies)
+                return loss / cp, {"loss": loss.detach()}  # Megatron's schedule multiplies by cp
+
+            def forward_step(
+                data: Any, model: Any, forward: Any = forward, loss_func: Any = loss_func
+            ) -> tuple[Any, Any]:
+                return forward(shard, temperature=0.8), loss_func
+
             model.zero_grad(set_to_none=True)
-            terms = zip(upstream, log_probs, entropies, strict=True)
-            sum((g * lp).sum() + (e * ent).sum() for (g, e), lp, ent in terms).backward()  # type: ignore[union-attr]
+            get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=None,
+                model=[model],
+                num_microbatches=1,
+                seq_length=32,
+                micro_batch_size=1,
+                forward_only=False,
+            )
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad, group=group)
             summed_over_tp(model)  # norms, of which a rank of a sequence saw only its own tokens
-            scores = torch.stack([torch.cat(log_probs), torch.cat(entropies)]).detach()
-            return scores, {name: p.grad for name, p in model.named_parameters()}
-
-        expected, wanted = step(*by_logits(model, batch, 0.8))
-        for layout in ("thd", "bshd", "nested"):
-            out = make_forward(model, layout)(batch, temperature=0.8)
-            found, grads = step(*([x[:-1] for x in batch.unpack(own)] for own in (out.log_probs, out.entropy)))
-            worst.append(float((found - expected).abs().max()))
+            if tied and pp > 1:  # as `finalize_model_grads` does
+                weight = model.shared_embedding_or_output_weight()
+                dist.all_reduce(weight.grad, group=parallel_state.get_embedding_group())
             for name, want in wanted.items():
                 assert float(want.abs().max()) > 0, name
-                worst.append(float((grads[name] - want).abs().max()) / max(1.0, float(want.abs().max())))
+                grad = model.get_parameter(name).grad
+                worst.append(float((grad - want).abs().max()) / max(1.0, float(want.abs().max())))
         assert list(model.state_dict()) == keys
     return worst
 
 
-@pytest.mark.parametrize(("tp", "sp"), [(1, False), (2, False), (2, True)], ids=["tp1", "tp2", "tp2-sp"])
+@pytest.mark.parametrize(
+    ("tp", "cp", "pp", "sp"),
+    [(1, 1, 1, False), (2, 1, 1, False), (2, 1, 1, True), (1, 2, 1, False), (1, 1, 2, False)],
+    ids=["tp1", "tp2", "tp2-sp", "cp2", "pp2"],
+)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_steps_equal_those_by_logits(tied: bool, tp: int, sp: bool) -> None:
-    for worst in run_ranks(tp, same_step, tied, sp):
+def test_steps_equal_those_by_logits_of_one_rank(tied: bool, tp: int, cp: int, pp: int, sp: bool) -> None:
+    whole = alone(lambda: by_logits(tied))
+    for worst in run_ranks(tp * cp * pp, errors, whole, tied, tp, cp, pp, sp):
         assert max(worst) <= TOLERANCE, worst
 
 
@@ -151,7 +218,7 @@ def no_mamba() -> str | None:
 @pytest.mark.skipif(no_mamba() is not None, reason=f"Mamba layers: {no_mamba()}")
 def test_mamba_layers_keep_packed_sequences_apart(tmp_path: Path) -> None:
     """In bf16: scores near those of each sequence by its logits, and no gradient for another sequence's tokens."""
-    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core import tensor_parallel
     from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
     from megatron.core.transformer.transformer_config import TransformerConfig
 
