@@ -102,7 +102,9 @@ def backward(
     """Gradients for upstream [n] (and [n, K]) gradients; the products of those that nobody needs are not run."""
     work = Work(problem)
     parts = Kept.of(work, kept, work.n) if work.n else Kept()
-    sums = Sums(work, needs, grad_buffer)
+    # What is overwritten by its dz and is of all columns: one block.
+    whole = problem.last and parts.mode == DIFFERENCES and parts.columns == work.head.valid
+    sums = Sums(work, needs, grad_buffer, whole=whole)
     if work.n:
         rows = work.rows(0, work.n)
         backward_pass(work, rows, parts, stats, (grad_log_probs, grad_entropy), sums, 0, consume=problem.last)

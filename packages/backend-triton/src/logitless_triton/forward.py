@@ -26,7 +26,7 @@ from logitless_triton.tile import FLOOR, ceil_div, descriptor, halves, place, ra
 
 __all__ = ["Scores", "forward", "forward_pass", "scan"]
 
-_DIFFERENCES, _LOGITS = tl.constexpr(DIFFERENCES), tl.constexpr(LOGITS)
+_DIFFERENCES, _EXPONENTIALS, _LOGITS = (tl.constexpr(x) for x in (DIFFERENCES, EXPONENTIALS, LOGITS))
 _LOWEST = tl.constexpr(-1.0e30)
 
 
@@ -85,6 +85,10 @@ def _forward_kernel(
         tiles = tl.where(tl.load(live_count) == all_tokens, tiles, 0)
     for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=FLATTEN):
         pm, pn = place(tile, num_m, num_n, GROUP)
+        rows = pm * BM + tl.arange(0, BM)
+        inside = rows < N
+        if KEEP == _EXPONENTIALS:  # asked for here, it is there when the products are
+            reference = tl.load(reference_ptr + rows, mask=inside, other=0.0)
         x = raw_logits(
             h,
             w,
@@ -114,9 +118,7 @@ def _forward_kernel(
             SOFTCAP,
             NEGATE,
         )
-        rows = pm * BM + tl.arange(0, BM)
         cols = pn * BN + tl.arange(0, BN)
-        inside = rows < N
         f = factor_of(f_ptr, f_value, rows, inside, BM)
         x = tl.where(cols[None, :] < V, x, _LOWEST)
         m = tl.maximum(tl.max(x, 1), _LOWEST)  # finite: −inf − −inf would be NaN
@@ -134,7 +136,7 @@ def _forward_kernel(
             elif KEEP == _LOGITS:
                 q = x
             else:
-                above = (m - tl.load(reference_ptr + rows, mask=inside, other=0.0)) * f
+                above = (m - reference) * f
                 q = (e * tl.exp2(tl.minimum(above, 126.0))[:, None]).to(KEPT_TYPE)
             if TMA_KEPT:
                 left, right = halves(q, BM, BN)

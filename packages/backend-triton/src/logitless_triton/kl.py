@@ -24,7 +24,7 @@ from logitless_triton.kept import Kept
 from logitless_triton.kl_kernels import FORWARD, JSD, REVERSE, divergence_dz_kernel, divergence_kernel
 from logitless_triton.layout import LOGITS, Blocks
 from logitless_triton.rows import Rows, Work
-from logitless_triton.sums import Sums, pass_scale
+from logitless_triton.sums import Sums, matmul, pass_scale
 from logitless_triton.tile import LN2, ceil_div
 
 __all__ = ["kl_backward", "kl_forward"]
@@ -79,21 +79,30 @@ def _sums(
 
 
 class _Block:
-    """Logits of a block of columns, made again for some tokens at a time."""
+    """Logits of a block of columns, made again for some tokens at a time; a plain head's by cuBLAS.
+
+    Beside the products of dz a card is at its limit of power, and cuBLAS does with less of it.
+    """
 
     def __init__(self, work: Work, rows: Rows, most: int, columns: int) -> None:
         self.work, self.rows, self.width = work, rows, work.config.forward.columns
-        tiles = ceil_div(columns, self.width)
-        self.buffer = work.empty(most, tiles * self.width)
+        tiles, head = ceil_div(columns, self.width), work.head
+        self.plain = head.bias is None and not (head.rank or head.softcap or head.negate)
+        self.buffer = work.empty(most * tiles * self.width)
         self.parts = work.empty(3, tiles, ceil_div(most, 16) * 16)
 
     def logits(self, start: int, stop: int, begin: int, end: int) -> Tensor:
-        """x of columns start to stop, of tokens begin to end: [m, whole tiles]."""
+        """x of columns start to stop, of tokens begin to end: [m, C], or [m, whole tiles]."""
+        rows, head, columns = self.rows.span(begin, end), self.work.head.columns(start, stop), stop - start
+        if self.plain:
+            x = self.buffer[: rows.count * columns].view(rows.count, columns)
+            matmul(rows.hidden, head.weight.T, x)
+            return x
+        tiles = ceil_div(columns, self.width)
+        x = self.buffer[: rows.count * tiles * self.width].view(rows.count, -1)
         part = copy.copy(self.work)
-        part.head = self.work.head.columns(start, stop)
-        tiles, rows = ceil_div(stop - start, self.width), self.rows.span(begin, end)
-        x = self.buffer[: rows.count, : tiles * self.width]
-        scan(part, rows, Kept(LOGITS, stop - start, self.width, x), None, self.parts[:, :tiles])
+        part.head = head
+        scan(part, rows, Kept(LOGITS, columns, self.width, x), None, self.parts[:, :tiles])
         return x
 
 
@@ -119,36 +128,41 @@ def kl_backward(
     sums.begin_pass(dz_scale)
     up = rows.f * grad * (work.head.slope * (1.0 - beta if kind == JSD else 1.0))
     up = up if dz_scale is None else up * dz_scale
-    held = 4 + 4  # bytes of a logit of both heads, beside its dz
+    held = 4  # bytes of a logit of both heads beside its dz: of half of the tokens at a time
     blocks = Blocks.plan(work.n, valid, work.head.hidden_size, held + work.item, student.workspace_bytes, sums.tiled(1))
-    columns, spans = _whole_waves(work, blocks), blocks.of_tokens(work.n)
-    most = min(blocks.tokens, work.n)
+    spans = blocks.of_tokens(work.n)
+    most = ceil_div(ceil_div(min(blocks.tokens, work.n), 2), 128) * 128
+    columns = _whole_waves(work, most, blocks.columns)
     mine, other = (_Block(one, those, most, columns) for one, those in ((work, rows), (ref, ref_rows)))
-    buffer = work.empty(most, columns, dtype=work.operand)
+    buffer = work.empty(min(blocks.tokens, work.n), columns, dtype=work.operand)
     for start in range(0, valid, columns):
         stop = min(start + columns, valid)
         sums.open(start, stop, len(spans))
         for begin, end in spans:
-            x, y = (block.logits(start, stop, begin, end) for block in (mine, other))
-            dz, of = buffer[: end - begin, : stop - start], slice(begin, end)
-            _dz(work, x, y, (rows.f[of], ref_rows.f[of]), stats[:, of], up[of], dz, kind, beta)
+            dz = buffer[: end - begin, : stop - start]
+            for first in range(begin, end, most):
+                last = min(first + most, end)
+                x, y = (block.logits(start, stop, first, last) for block in (mine, other))
+                factors = (rows.f[first:last], ref_rows.f[first:last])
+                part = dz[first - begin : last - begin]
+                _dz(work, x, y, factors, stats[:, first:last], up[first:last], part, kind, beta)
             sums.add(dz, rows.span(begin, end), begin, start)
         sums.close(start, stop)
     sums.end_pass(0, work.n)
     return sums.finish()
 
 
-def _whole_waves(work: Work, blocks: Blocks) -> int:
-    """Columns of a block: at most the plan's, where the multiprocessors' last turn at its tiles is fullest."""
+def _whole_waves(work: Work, rows: int, most: int) -> int:
+    """Columns of a block: at most so many, where the multiprocessors' last turn at its tiles is fullest."""
     tile = work.config.forward
-    rows, programs, most = ceil_div(min(blocks.tokens, work.n), tile.rows), work.programs(tile), blocks.columns
-    most = max(1, most // tile.columns)
+    pair, programs = 2 * tile.columns, work.programs(tile)  # cuBLAS's tiles are twice as wide
+    most = max(1, most // pair)
 
-    def full(columns: int) -> float:
-        tiles = rows * columns
+    def full(pairs: int) -> float:
+        tiles = 2 * ceil_div(rows, tile.rows) * pairs
         return tiles / (ceil_div(tiles, programs) * programs)
 
-    return tile.columns * max(range(ceil_div(3 * most, 4), most + 1), key=lambda columns: (full(columns), columns))
+    return pair * max(range(ceil_div(3 * most, 4), most + 1), key=lambda pairs: (full(pairs), pairs))
 
 
 def _dz(

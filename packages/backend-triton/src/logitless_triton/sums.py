@@ -57,6 +57,7 @@ class Sums:
 
     Args:
         passes: how many passes over the columns there will be, each for other tokens.
+        whole: one product makes all of d_hidden, which is then rounded where it is written.
         half: False leaves gradients of float16 inputs in float32, for a single pass whose upstream comes later.
     """
 
@@ -68,9 +69,10 @@ class Sums:
         *,
         passes: int = 1,
         half: bool = True,
+        whole: bool = False,
     ) -> None:
         p, self.work, self.grad_buffer, self.half = work.problem, work, grad_buffer, half
-        self.needs = needs
+        self.needs, self.whole = needs, whole and p.group is None
         self.lora_u = None
         if needs.lora_u and p.lora_u is not None:
             self.lora_u = work.empty(work.n, p.lora_u.shape[1]).zero_()
@@ -90,7 +92,8 @@ class Sums:
         """[n, D]; made where it is first asked for, as d_weight is: a pass's first kernel need not wait for either."""
         if not self.needs.hidden:
             return None
-        hidden = self.work.empty(self.work.n, self.work.head.hidden_size)
+        dtype = self.work.problem.hidden.dtype if self.whole and not self.scaled else torch.float32
+        hidden = self.work.empty(self.work.n, self.work.head.hidden_size, dtype=dtype)
         return hidden if self.work.head.valid else hidden.zero_()
 
     @cached_property
