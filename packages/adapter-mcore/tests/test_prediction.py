@@ -8,13 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_cpu import build_gpt, gpt_config, hf_config, parallel
+import torch.distributed as dist
 from torch import Tensor
 
 from logitless import PackedBatch
 from logitless.errors import InvalidInputError
 from logitless.testing.distributed import run_ranks
 from logitless.testing.memory import AllocationGuard
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed", exc_type=ImportError)
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron_cpu import build_gpt, gpt_config, hf_config, parallel
+
 from logitless_mcore import (
     fused_forward_model_gen,
     fused_gptmodel_forward_no_padding,
@@ -41,7 +47,8 @@ def build(depth: int, tied: bool = False, **changes: Any) -> Any:
     config = gpt_config(hf, **changes)
     spec = layer_spec(config)
     torch.manual_seed(0)
-    gpt = build_gpt(hf, spec=spec, model={"mtp_block_spec": prediction_spec(config, spec)}, **changes)
+    heads = {"mtp_block_spec": prediction_spec(config, spec)} if parallel_state.is_pipeline_last_stage() else {}
+    gpt = build_gpt(hf, spec=spec, model=heads, **changes)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in gpt.parameters():
@@ -58,8 +65,8 @@ def tracked() -> dict[str, Tensor]:
     return found
 
 
-def by_logits(gpt: Any, data_format: str, temperature: float, mtp: Any) -> Tensor:
-    """Log-probs [B, S] of the labels, by the model's own logits over all tensor-parallel ranks."""
+def by_logits(gpt: Any, data_format: str, temperature: float, mtp: Any) -> Any:
+    """Log-probs [B, S] of the labels, by the model's own logits over all tensor-parallel ranks; of the last stage."""
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
     def processor(output: Tensor, label: Tensor, label_mask: Tensor) -> dict[str, Tensor]:
@@ -68,24 +75,23 @@ def by_logits(gpt: Any, data_format: str, temperature: float, mtp: Any) -> Tenso
 
     arguments = {"label": LABELS, "label_mask": SCORED}
     forward = model_forward_gen()
-    return forward(gpt, IDS, MASK, None, {}, processor, arguments, data_format=data_format, mtp_config=mtp)["log_probs"]
+    return forward(gpt, IDS, MASK, None, {}, processor, arguments, data_format=data_format, mtp_config=mtp)
 
 
-def by_hidden_states(gpt: Any, data_format: str, temperature: float, mtp: Any) -> Tensor:
-    out = fused_forward_model_gen()(
+def by_hidden_states(gpt: Any, data_format: str, temperature: float, mtp: Any) -> Any:
+    return fused_forward_model_gen()(
         gpt, IDS, None, MASK, LABELS, SCORED, temperature, {}, data_format=data_format, mtp_config=mtp
     )
-    return out["log_probs"]
 
 
-Way = Callable[[Any, str, float, Any], Tensor]
+Way = Callable[[Any, str, float, Any], Any]
 
 
 def step(gpt: Any, way: Way, data_format: str, mtp: Any) -> tuple[Tensor, dict[str, Tensor | None], dict[str, Tensor]]:
     """Scores, gradients and what was logged, of one step."""
     gpt.zero_grad(set_to_none=True)
     tracked()
-    log_probs = way(gpt, data_format, 0.8, mtp)
+    log_probs = way(gpt, data_format, 0.8, mtp)["log_probs"]
     (UPSTREAM * log_probs).sum().backward()
     return log_probs.detach(), {name: p.grad for name, p in gpt.named_parameters()}, tracked()
 
@@ -136,7 +142,7 @@ def test_gradients_of_the_further_heads_alone() -> None:
             grads = []
             for way in (by_logits, by_hidden_states):
                 gpt.zero_grad(set_to_none=True)
-                (0.0 * way(gpt, "thd", 1.0, TRAIN)).sum().backward()
+                (0.0 * way(gpt, "thd", 1.0, TRAIN)["log_probs"]).sum().backward()
                 grads.append({name: p.grad.clone() for name, p in gpt.named_parameters() if p.grad is not None})
             tracked()
             assert float(grads[0]["output_layer.weight"].abs().max()) > 1e-3
@@ -184,27 +190,51 @@ def test_every_forward_trains_the_heads_alike(tp: int) -> None:
     run_ranks(tp, nested_and_bound)
 
 
-def sharded(rank: int, size: int) -> list[dict[str, Tensor]]:
-    import torch.distributed as dist
-    from megatron.core import parallel_state
-
+def in_parts(rank: int, size: int, tp: int, cp: int, pp: int, sp: bool) -> list[dict[str, Tensor]]:
+    """Scores and gradients of one step by Megatron's schedule, by logits and by hidden states."""
     found = []
-    with parallel(cp=size):
-        gpt = build(2)
-        group = parallel_state.get_context_parallel_group()
+    with parallel(tp=tp, cp=cp, pp=pp):
+        gpt = build(2, sequence_parallel=sp, deallocate_pipeline_outputs=True, batch_p2p_comm=False)
         for way in (by_logits, by_hidden_states):
             gpt.zero_grad(set_to_none=True)
-            (UPSTREAM * way(gpt, "thd", 0.8, TRAIN)).sum().backward()
+            scores = {}
+
+            def loss_func(out: Any, scores: dict[str, Tensor] = scores) -> tuple[Tensor, dict[str, Tensor]]:
+                scores["log_probs"] = out["log_probs"].detach().clone()
+                return (UPSTREAM * out["log_probs"]).sum(), {}
+
+            def forward_step(data: Any, model: Any, way: Way = way, loss_func: Any = loss_func) -> tuple[Any, Any]:
+                return way(model, "thd", 0.8, TRAIN), loss_func
+
+            get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=None,
+                model=[gpt],
+                num_microbatches=1,
+                seq_length=32,
+                micro_batch_size=1,
+                forward_only=False,
+            )
             for parameter in gpt.parameters():
-                dist.all_reduce(parameter.grad, group=group)
-            found.append({name: p.grad for name, p in gpt.named_parameters()})
-        tracked()
+                dist.all_reduce(parameter.grad, group=gpt.pg_collection.cp)
+            found.append({**scores, **{name: p.grad for name, p in gpt.named_parameters()}})
+            tracked()
     return found
 
 
-def test_context_parallel_ranks_equal_their_logits() -> None:
-    for logits, fused in run_ranks(2, sharded):
+@pytest.mark.parametrize(
+    ("tp", "cp", "pp", "sp"),
+    [(1, 2, 1, False), (2, 2, 1, False), (2, 2, 1, True), (1, 1, 2, False)],
+    ids=["cp2", "tp2-cp2", "tp2-sp-cp2", "pp2"],
+)
+def test_the_parts_of_a_model_equal_their_logits(tp: int, cp: int, pp: int, sp: bool) -> None:
+    of_ranks = run_ranks(tp * cp * pp, in_parts, tp, cp, pp, sp)
+    assert "log_probs" in of_ranks[-1][0]
+    assert any(name.startswith("mtp.") for name in of_ranks[-1][0])
+    for logits, fused in of_ranks:
+        assert logits.keys() == fused.keys()
         for name, want in logits.items():
+            assert float(want.abs().max()) > 0, name
             torch.testing.assert_close(fused[name], want, rtol=0, atol=TOLERANCE, msg=name)
 
 
