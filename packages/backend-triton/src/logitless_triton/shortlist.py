@@ -8,7 +8,7 @@ for keys between which the threshold lies but for bad luck:
     number   n̂(t) = c·#{sampled x >= t}, of k                              c: listed logits for each sampled one
     mass     what is not kept, of which each term is less than 2^((t−M)·f): m̂(t) = m − c·Σ{sampled x < t} 2^((x−M)·f)
 
-each give or take 4.5 standard deviations, √(c·q·what is estimated) at most, and 10·c·q, where q is the largest term:
+each give or take 4 standard deviations, √(c·q·what is estimated) at most, and 8·c·q, where q is the largest term:
 a few large terms that the sample has missed. Bad luck is noticed, as is a short list that overflows; the rounds then go
 through all listed tiles, as they do where those are few.
 """
@@ -52,7 +52,7 @@ def _edge(x, weight, f, M, low, high, each, total, wanted, sign, COUNT: tl.const
             estimate = each * tl.sum(tl.where(above, 0.0, weight), 1)
             unit = each * tl.exp2((level - M) * f)
             found = total - estimate
-        doubt = 4.5 * tl.sqrt(unit * estimate) + 10.0 * unit
+        doubt = 4.0 * tl.sqrt(unit * estimate) + 8.0 * unit
         enough = found + sign * doubt >= wanted
         low = tl.where(enough, middle, low)
         high = tl.where(enough, high, middle)
