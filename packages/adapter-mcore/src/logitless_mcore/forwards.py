@@ -252,7 +252,7 @@ def fused_forward_model_gen(vision_model: bool = False) -> Callable[..., Any]:
         Args:
             model: a Megatron model, wrapped or not.
             input_ids: [B, S].
-            position_ids: [B, S], or None to count from 0 in each sequence.
+            position_ids: [B, S], or None to count from 0 in each sequence. Rotary embeddings count by themselves.
             attention_mask: [B, S] of 0 and 1.
             labels: [B, S], the token that each place predicts, or [B, S, K], K to score there. -100 is not scored, and
                 costs nothing.
