@@ -35,8 +35,14 @@ def test_times_tiles_beside_the_tables_and_changes_nothing(monkeypatch: pytest.M
 
     monkeypatch.setattr(module, "_run", spy)
     before = config_for(device_facts(torch.device(DEVICE)), torch.float32, 16)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # which makes a terminal of any stream
+    monkeypatch.setenv("NO_COLOR", "1")
     done = run(*SMALL)
     assert done.exit_code == 0, done.output
+    for stands in ("forward: compile and check", "forward: rounds", "dz: compile and check", "dz: rounds"):
+        assert stands in done.stderr
+        assert stands not in done.stdout
     assert "single pass: chunks of" in done.output
     assert "32×64×16" in done.output
     assert done.output.count("log_probs are off by 1 nats") == 2

@@ -107,6 +107,20 @@ def test_results_have_every_key(tmp_path: Path) -> None:
         assert row["name"] in done.stdout
 
 
+def test_a_bar_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ("--backends", "reference", "--peers", "none", "--ways", "forward", "--mode", "forward")
+    for variable in ("FORCE_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(variable, raising=False)
+    assert run(*arguments).stderr == ""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # which makes a terminal of any stream
+    done = run(*arguments)
+    for stands in ("gate", "memory", "rounds"):
+        assert f": {stands} " in done.stderr
+        assert f": {stands} " not in done.stdout
+    assert "2/3" in done.stderr
+
+
 def test_modes_and_ways(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     assert run("--peers", "none", "--mode", "forward", "--json", str(path)).exit_code == 0

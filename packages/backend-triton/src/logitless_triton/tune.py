@@ -18,6 +18,7 @@ from rich.table import Table
 import logitless
 from logitless.bench.candidates import Candidate, Outcome, forward_and_backward
 from logitless.bench.inputs import Inputs, Shape
+from logitless.bench.progress import progress_bar
 from logitless.bench.timing import measure
 from logitless.doctor import call_request
 from logitless.errors import InvalidInputError, UnsupportedError
@@ -93,18 +94,21 @@ def _report(
 ) -> None:
     """Measure and print one kernel's tiles; `dz` is timed within a forward and backward that keeps nothing."""
     own = getattr(table, part)
-    expected = _run(inputs, table, backward)
+    near = candidates(own)
     tiles, runs, refused = [], [], {}
-    for tile in candidates(own):
-        config = replace(table, **{part: tile})
-        reason = _usable(inputs, config, expected, backward)
-        if reason is not None:
-            refused[tile] = reason
-            continue
-        tiles.append(tile)
-        run = partial(_run, inputs, config, backward)
-        runs.append(Candidate(str(tile), "ours", "backward" if backward else "forward", "2NDV", run))
-    times = [found.median_ms for found in measure(runs, inputs.hidden.device, rounds, seconds)]
+    with progress_bar(part) as step:
+        expected = _run(inputs, table, backward)
+        for i, tile in enumerate(near):
+            step("compile and check", i, len(near))
+            config = replace(table, **{part: tile})
+            reason = _usable(inputs, config, expected, backward)
+            if reason is not None:
+                refused[tile] = reason
+                continue
+            tiles.append(tile)
+            run = partial(_run, inputs, config, backward)
+            runs.append(Candidate(str(tile), "ours", "backward" if backward else "forward", "2NDV", run))
+        times = [found.median_ms for found in measure(runs, inputs.hidden.device, rounds, seconds, step)]
     mine = times[tiles.index(own)]
     lines = Table(title=f"{part}: the table's tile takes {mine:.3f} ms" + " (forward and backward)" * backward)
     for heading in ("tile", "warps", "stages", "per SM", "group", "ms", "of the table's"):

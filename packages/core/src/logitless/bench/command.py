@@ -17,6 +17,7 @@ from logitless.bench.candidates import WAYS, Candidate, ours, products
 from logitless.bench.gate import Gate, WrongResultError
 from logitless.bench.inputs import Inputs, Shape, chosen_shapes
 from logitless.bench.peers import Peer, chosen_peers, peer_candidates, why_not
+from logitless.bench.progress import Step, progress_bar
 from logitless.bench.record import Row, ShapeResult, draw, machine, needs_matplotlib, show
 from logitless.bench.timing import measure, peak_gib
 from logitless.doctor import call_request
@@ -81,19 +82,21 @@ def _attempt(candidate: Candidate, action: Callable[[], T], result: ShapeResult,
 
 
 def _admit(
-    candidates: list[Candidate], result: ShapeResult, inputs: Inputs
+    candidates: list[Candidate], result: ShapeResult, inputs: Inputs, step: Step
 ) -> list[tuple[Candidate, dict[str, float], float | None]]:
     """Candidates that run and pass the gate, with errors and peaks; the reasons of others go to the result."""
     gate = Gate(inputs)
     passed = []
-    for candidate in candidates:
+    for i, candidate in enumerate(candidates):
+        step("gate", i, len(candidates))
         errors = _attempt(candidate, partial(gate.check, candidate), result, inputs)
         if errors is not None:
             passed.append((candidate, errors))
     del gate  # the truth takes room that a candidate may need
     admitted: list[tuple[Candidate, dict[str, float], float | None]] = []
     device = inputs.hidden.device
-    for candidate, errors in passed:
+    for i, (candidate, errors) in enumerate(passed):
+        step("memory", i, len(passed))
         if not candidate.traceable and device.type != "cuda":
             admitted.append((candidate, errors, None))
             continue
@@ -122,8 +125,9 @@ def run_shape(
         candidates += ours(inputs, backend, ways if i == 0 else [way for way in ways if way in SECOND])
     others, result.not_run = peer_candidates(inputs, peers)
     candidates = [candidate for candidate in candidates + others if candidate.mode in modes]
-    admitted = _admit(candidates, result, inputs)
-    times = measure([candidate for candidate, *_ in admitted], request.device, rounds, seconds)
+    with progress_bar(shape.name) as step:
+        admitted = _admit(candidates, result, inputs, step)
+        times = measure([candidate for candidate, *_ in admitted], request.device, rounds, seconds, step)
     result.rows = [Row(*entry, measured) for entry, measured in zip(admitted, times, strict=True)]
     return result
 
@@ -171,8 +175,7 @@ def bench(
     console.print(f"{record['device']['name']}, {dtype}, torch {torch.__version__}\n", highlight=False)
     failed = False
     for shape in chosen:
-        with console.status(f"{shape.name}: gate, then rounds"):
-            result = run_shape(shape, request, **plan)
+        result = run_shape(shape, request, **plan)
         result.not_run = {**refused, **result.not_run}
         record["shapes"][shape.name] = result.as_json()
         show(shape.name, record["shapes"][shape.name], console)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from logitless.bench.candidates import Candidate
+from logitless.bench.progress import Step
 from logitless.testing.memory import MemoryTracker
 
 __all__ = ["Measured", "clock", "measure", "peak_gib"]
@@ -69,14 +70,18 @@ def clock(run: Callable[[], object], device: torch.device) -> tuple[float, float
     return _gpu_time(run, device) if device.type == "cuda" else _cpu_time(run)
 
 
-def measure(candidates: list[Candidate], device: torch.device, rounds: int, seconds: float) -> list[Measured]:
-    """Times of each, in as many rounds as the seconds allow, but three at least."""
+def measure(
+    candidates: list[Candidate], device: torch.device, rounds: int, seconds: float, step: Step | None = None
+) -> list[Measured]:
+    """Times of each, in as many rounds as the seconds allow, but three at least; `step` is told of every round."""
     found: list[list[tuple[float, float]]] = [[] for _ in candidates]
     order = list(range(len(candidates)))
     shuffle, begin = random.Random(0), time.perf_counter()
     for done in range(rounds):
         if done >= LEAST_ROUNDS and time.perf_counter() - begin > seconds:
             break
+        if step is not None:
+            step("rounds", done, rounds)
         shuffle.shuffle(order)
         for i in order:
             found[i].append(clock(candidates[i].run, device))
