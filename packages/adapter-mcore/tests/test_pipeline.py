@@ -116,7 +116,7 @@ def errors(rank: int, size: int, hf: Any, expected: Expected, tied: bool, tp: in
     return found
 
 
-@pytest.mark.parametrize(("family", "tp"), [("qwen2", 1), ("qwen2", 2), ("qwen3", 1), ("qwen3", 2), ("llama", 1)])
+@pytest.mark.parametrize(("family", "tp"), [("qwen2", 1), ("qwen2", 2), ("qwen3", 1), ("llama", 1)])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_equals_hugging_face(tied: bool, family: str, tp: int) -> None:
     hf = hf_model(family, tied, num_hidden_layers=4)

@@ -224,8 +224,8 @@ def in_parts(rank: int, size: int, tp: int, cp: int, pp: int, sp: bool) -> list[
 
 @pytest.mark.parametrize(
     ("tp", "cp", "pp", "sp"),
-    [(1, 2, 1, False), (2, 2, 1, False), (2, 2, 1, True), (1, 1, 2, False)],
-    ids=["cp2", "tp2-cp2", "tp2-sp-cp2", "pp2"],
+    [(1, 2, 1, False), (2, 2, 1, True), (1, 1, 2, False)],
+    ids=["cp2", "tp2-sp-cp2", "pp2"],
 )
 def test_the_parts_of_a_model_equal_their_logits(tp: int, cp: int, pp: int, sp: bool) -> None:
     of_ranks = run_ranks(tp * cp * pp, in_parts, tp, cp, pp, sp)
