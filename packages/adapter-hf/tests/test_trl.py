@@ -29,8 +29,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from trl import (  # noqa: E402
     GRPOConfig,
     GRPOTrainer,
-    KTOConfig,
-    KTOTrainer,
     RewardTrainer,
     RLOOConfig,
     RLOOTrainer,
@@ -300,7 +298,8 @@ def pair(trainer: Any, model: Any) -> tuple[Any, Any]:
     # What a trainer would do in its constructor.
     from logitless_hf.trl import Scoring, _add
 
-    _add(ours, Scoring(grpo_module.add_fused_lm_head.__globals__["FusedCausalLMOutput"], 0.7, True, True, 0), None)
+    output = grpo_module.add_fused_lm_head.__globals__["FusedCausalLMOutput"]
+    _add(ours, Scoring(output, 0.7, ("log_probs", "entropy"), True, 0), None)
     return model, ours
 
 
@@ -425,15 +424,9 @@ def test_a_head_that_is_not_understood_is_refused(checkpoint: Any, tokenizer: An
         build(with_logitless(GRPOTrainer), model, tokenizer, tmp_path, beta=0.0)
 
 
-def test_what_is_not_computed_is_refused(checkpoint: Any, tokenizer: Any, tmp_path: Path) -> None:
+def test_a_cast_head_is_refused(checkpoint: Any, tokenizer: Any, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="cast_lm_head_to_fp32"):
         build(with_logitless(GRPOTrainer), checkpoint(), tokenizer, tmp_path, beta=0.0, cast_lm_head_to_fp32=True)
-    rows = {"prompt": ["w5 w6"] * 4, "completion": ["w7 w8"] * 4, "label": [True, False] * 2}
-    args = KTOConfig(output_dir=str(tmp_path), per_device_train_batch_size=4, use_cpu=True, bf16=False, report_to=[])
-    with pytest.raises(UnsupportedError, match="KTOTrainer asks for mean_logits"):
-        with_logitless(KTOTrainer)(
-            model=checkpoint(), args=args, train_dataset=Dataset.from_dict(rows), processing_class=tokenizer
-        )
 
 
 def test_a_seam_that_moved_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,8 @@ TRL is not imported: who passes a trainer has it. Shapes: B rows, S positions; s
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import Any, TypeVar
@@ -30,9 +31,11 @@ SEAM = "add_fused_lm_head"
 MADE_FOR = "TRL 1.16"
 PARAMETERS = ("model", "temperature", "cast_lm_head_to_fp32", "outputs")  # of the function, as TRL 1.16 has it
 OUTPUT = "FusedCausalLMOutput"
-FIELDS = ("loss", "log_probs", "entropy", "label_mask", "aux_loss")  # of the output, those that are filled here
-SERVED = ("log_probs", "entropy")
+STATS = {"is_top1": "is_argmax", "mean_logits": "mean_logit", "log_sum_sq_probs": "sum_sq_probs"}  # TRL's: ours
+SERVED = ("log_probs", "entropy", *STATS)
+FIELDS = ("loss", *SERVED, "label_mask", "aux_loss")  # of the output, those that are filled here
 STATE = "_logitless_trl"  # where a model keeps its Scoring
+TREE_ATTENTION = "tree_fa3"  # what AsyncGRPOTrainer loads its model with
 MARK = "_logitless_trl_forward"  # on a forward of ours
 MADE = "_logitless_trl_made"  # in the namespace of a class that `with_logitless` made
 
@@ -43,7 +46,7 @@ class Scoring:
 
     output: Callable[..., Any]
     temperature: float
-    entropy: bool
+    outputs: tuple[str, ...]  # of `SERVED`, those that the trainer asked for
     entropy_grad: bool
     keep_bytes: int
     calls: int = 0
@@ -79,7 +82,7 @@ def _seam(trainer: Any) -> tuple[type, Callable[..., Any]]:
             break
     else:
         raise UnsupportedError(
-            f"{name}: its __init__ does not call {SEAM}(model, ...), as GRPOTrainer and RLOOTrainer of {MADE_FOR} do; "
+            f"{name}: its __init__ does not call {SEAM}(model, ...), as GRPOTrainer and SFTTrainer of {MADE_FOR} do; "
             f"pass one of those or a subclass, with {MADE_FOR} installed"
         )
     function: Callable[..., Any] = init.__globals__[SEAM]
@@ -117,19 +120,32 @@ def _scored(self: Any, scoring: Scoring, labels: Tensor | None, shifted: Tensor 
         return_log_probs=True,
         shift_labels=targets,
         temperature=scoring.temperature,
-        entropy=scoring.entropy,
+        entropy="entropy" in scoring.outputs,
         entropy_grad=scoring.entropy_grad,
         keep_bytes=scoring.keep_bytes,
+        stats=tuple(ours for name, ours in STATS.items() if name in scoring.outputs),
     )
+    stats = scores.stats or {}
     log_probs, entropy, mask = scores.log_probs, scores.entropy, targets.to(scores.log_probs.device) != IGNORE_INDEX
     if shifted is None:
         log_probs, mask = log_probs[:, :-1], mask[:, :-1]
         entropy = None if entropy is None else entropy[:, :-1]
+        stats = {name: value[:, :-1] for name, value in stats.items()}
     loss = -log_probs.sum() / (mask.sum().clamp(min=1) if items is None else items)
     aux_loss = getattr(scores, "aux_loss", None)
     if aux_loss is not None:
         loss = loss + getattr(self.config.get_text_config(), "router_aux_loss_coef", 0.0) * aux_loss
-    return scoring.output(loss=loss, log_probs=log_probs, entropy=entropy, label_mask=mask, aux_loss=aux_loss)
+    return scoring.output(
+        loss=loss, log_probs=log_probs, entropy=entropy, label_mask=mask, aux_loss=aux_loss, **_statistics(stats, mask)
+    )
+
+
+def _statistics(stats: Mapping[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
+    """TRL's, of ours; 0 where nothing is scored."""
+    found = {name: stats[ours] for name, ours in STATS.items() if ours in stats}
+    if "log_sum_sq_probs" in found:
+        found["log_sum_sq_probs"] = found["log_sum_sq_probs"].log().masked_fill(~mask, 0.0)  # it was log 0 there
+    return found
 
 
 def _forward_like(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -159,9 +175,24 @@ def _slot(model: nn.Module) -> str:
     return "_old_forward" if "_hf_hook" in model.__dict__ else "forward"
 
 
+@contextmanager
+def _without_a_tree(model: Any) -> Iterator[None]:
+    """For the trial at `bind`, which runs on text alone: AsyncGRPOTrainer's attention also needs a tree of rollouts."""
+    own = model.config._attn_implementation
+    if own != TREE_ATTENTION:
+        yield
+        return
+    model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(own)
+
+
 def _add(model: Any, scoring: Scoring, backend: str | None) -> None:
     _release(model)
-    bind(model, backend)
+    with _without_a_tree(model):
+        bind(model, backend)
     model.__dict__[STATE] = scoring
     model.__dict__[_slot(model)] = MethodType(_forward_like(type(model).forward), model)
 
@@ -205,7 +236,7 @@ def _check_call(name: str, cast_lm_head_to_fp32: bool, outputs: tuple[str, ...])
     other = [output for output in outputs if output not in SERVED]
     if other:
         raise UnsupportedError(
-            f"{name} asks for {', '.join(other)} for its metrics or loss; logitless computes {' and '.join(SERVED)}"
+            f"{name} asks for {', '.join(other)} for its metrics or loss; logitless computes {', '.join(SERVED)}"
         )
     if cast_lm_head_to_fp32:
         raise UnsupportedError(
@@ -229,10 +260,12 @@ def _interposed(owner: Any, function: Any, backend: str | None, entropy_grad: bo
             outputs: tuple[str, ...] = ("log_probs",),
         ) -> None:
             _check_call(name, cast_lm_head_to_fp32, outputs)
-            _add(model, Scoring(output, float(temperature), "entropy" in outputs, entropy_grad, keep), backend)
+            _add(model, Scoring(output, float(temperature), tuple(outputs), entropy_grad, keep), backend)
 
         names = {**init.__globals__, SEAM: add}
-        if "BaseTunerLayer" in names:  # an instance of nothing: TRL refuses LoRA on the head, which is served here
+        # An instance of nothing: TRL refuses LoRA on the head, which is served here. AsyncGRPOTrainer imports the name
+        # within its __init__, so its refusal stays.
+        if "BaseTunerLayer" in names:
             names["BaseTunerLayer"] = ()
         ours: Any = FunctionType(init.__code__, names, init.__name__, init.__defaults__, init.__closure__)
         ours.__kwdefaults__ = init.__kwdefaults__
@@ -245,15 +278,16 @@ def _interposed(owner: Any, function: Any, backend: str | None, entropy_grad: bo
 def with_logitless(
     trainer: type[Trainer], *, backend: str | None = None, keep_bytes: int = 0, entropy_grad: bool = True
 ) -> type[Trainer]:
-    """The same trainer class, but its log-probabilities and entropies come from `logitless`.
+    """The same trainer class, but its log-probabilities, entropies and statistics come from `logitless`.
 
     `with_logitless(GRPOTrainer)(model=..., args=..., ...)` is a GRPOTrainer in all else. What the family does to its
     logits (scale, softcap, bias) is found by trying; a head that is not understood is refused when the trainer is
-    built. LoRA on the head is served. Prompts and padding cost nothing.
+    built. LoRA on the head is served, except by AsyncGRPOTrainer, which refuses it itself. Prompts and padding cost
+    nothing.
 
     Args:
-        trainer: a class of TRL whose `__init__` calls `add_fused_lm_head` for log-probabilities and entropies
-            (GRPOTrainer, RLOOTrainer, AsyncGRPOTrainer), or a subclass of one.
+        trainer: a class of TRL whose `__init__` calls `add_fused_lm_head` (GRPOTrainer, RLOOTrainer, SFTTrainer,
+            DPOTrainer, KTOTrainer, AsyncGRPOTrainer), or a subclass of one.
         backend: name of a logitless backend; None chooses at each call.
         keep_bytes: memory that the forward may keep so that the backward recomputes less.
         entropy_grad: False detaches the entropy, for a loss without an entropy term.
