@@ -213,6 +213,7 @@ def _measured(case: Case, args: argparse.Namespace, direction: str, device: torc
             continue
         for mode in ("forward", "backward"):
             run = partial(case.run, function, mode == "backward")
+            case.student.hidden.grad = case.student.weight.grad = None  # else they count as having been there before
             rows.append((Candidate(name, kind, mode, mode, run), errors, peak_gib(run, device)))  # type: ignore[arg-type]
     timed = measure([row[0] for row in rows], device, args.rounds, args.seconds)
     limits = {row[0].mode: m.median_ms for row, m in zip(rows, timed, strict=True) if row[0].kind == "limit"}

@@ -36,6 +36,8 @@ LABELS = {  # rows of this op by what a reader calls
     "recompute, half ignored": "recompute, half of the labels ignored",
     "recompute, nine tenths ignored": "recompute, nine tenths of the labels ignored",
     "kept": "kept (`keep_bytes` for all logits)",
+    "kept, unvalidated": "kept, `validate=False`",
+    "kept, entropy_grad=False, unvalidated": "kept, `entropy_grad=False`, `validate=False`",
     "kept, half": "half kept",
     "kept, entropy_grad=False": "kept, `entropy_grad=False`",
     "single pass": "`linear_policy_loss`",
@@ -171,7 +173,8 @@ def _setting(record: Record) -> str:
     """Where, when and with what a script other than `logitless bench` measured."""
     card = record.get("card") or record["device"]["name"]
     known = ", ".join(f"{name} {found}" for name, found in record["versions"].items() if found)
-    return f"{card}, {record['date']}; {known}.\n\n"
+    note = f" {record['note']}." if "note" in record else ""
+    return f"{card}, {record['date']}; {known}.{note}\n\n"
 
 
 def checked(record: Record) -> str:
@@ -209,13 +212,12 @@ def kept_sets(record: Record) -> str:
     """`kept_sets.py`: milliseconds of the forward, over those of the plain one, by the size of the logits."""
     lines = []
     for result in record["results"]:
-        lines.append([f"*logits of standard deviation {result['std']:g}*", *[""] * 4])
+        lines.append([f"*logits of standard deviation {result['std']:g}*", *[""] * 3])
         for row in (row for row in result["rows"] if row["mode"] == "forward"):
             kept = f"{result['kept_tokens'][row['set']]:,.0f}"
             name = row["name"].replace(record["backend"], "**logitless**")
-            peak = f"{row['peak_gib']:.1f}"
-            lines.append([name, kept, f"{row['median_ms']:.1f}", f"{row['ratio']:.2f}", peak])
-    return _setting(record) + markdown(["forward", "kept, median", "ms", "× plain", "peak GiB"], lines)
+            lines.append([name, kept, f"{row['median_ms']:.1f}", f"{row['ratio']:.2f}"])
+    return _setting(record) + markdown(["forward", "kept, median", "ms", "× plain"], lines)
 
 
 KINDS = {"steps": steps, "checked": checked, "engine": engine, "divergences": divergences, "kept-sets": kept_sets}

@@ -40,7 +40,7 @@ def at(index: int) -> torch.Tensor:
 @each_dtype
 @pytest.mark.parametrize("offset", [1e4, -1e4])
 def test_offset_through_the_product(dtype: torch.dtype, offset: float) -> None:
-    """Every partial sum of a product is rounded at 1e4: twice what float32 products of the whole make of it."""
+    """Every partial sum of a product is rounded at 1e4, and cuBLAS has several: four times what float32 makes of it."""
     example = example_of(20, vocab=140, dtype=dtype)
     hidden, weight = example.hidden.clone(), example.head.weight.clone()
     hidden[:, 0], weight[:, 0] = 1.0, offset
@@ -51,11 +51,11 @@ def test_offset_through_the_product(dtype: torch.dtype, offset: float) -> None:
     for name in ("log_probs", "entropy"):
         exact = getattr(truth.scores, name)[live]
         off, own = (float((getattr(x.scores, name)[live] - exact).detach().abs().max()) for x in (got, plain))
-        assert off <= 2 * own + 1e-4
+        assert off <= 4 * own + 1e-4
     for name, columns in (("hidden", slice(1, None)), ("weight", slice(None))):
         exact = truth.gradients[name][:, columns]
         off, own = (float((x.gradients[name][:, columns] - exact).norm()) for x in (got, plain))
-        assert off <= 2 * own + 4 * torch.finfo(dtype).eps * float(exact.norm())
+        assert off <= 4 * own + 4 * torch.finfo(dtype).eps * float(exact.norm())
 
 
 @each_dtype
