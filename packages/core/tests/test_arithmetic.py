@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from logitless._arithmetic import Undo, _plain, _Settings
+from logitless import _arithmetic
+from logitless._arithmetic import Undo, _accessors, _plain, _Settings
 
 
 def test_short_sums_are_off_and_put_back() -> None:
@@ -24,6 +26,15 @@ def test_short_sums_are_off_and_put_back() -> None:
     finally:
         for name, value in zip(names, before, strict=True):
             setattr(matmul, name, value)
+
+
+def test_short_sums_of_a_torch_without_the_private_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    public = SimpleNamespace(allow_short=True)
+    monkeypatch.setattr(torch.backends.cuda, "matmul", public)
+    monkeypatch.setattr(_arithmetic, "_SHORT_SUMS", [_accessors("allow_short"), _accessors("unknown")])
+    with _Settings(_arithmetic._whole_sums):
+        assert vars(public) == {"allow_short": False}
+    assert vars(public) == {"allow_short": True}
 
 
 def test_products_are_plain_until_the_last_call_ends() -> None:

@@ -19,15 +19,25 @@ __all__ = ["plain_arithmetic"]
 Undo = list[Callable[[], object]]
 """What puts settings back, from the last to the first."""
 
-# How `torch.backends.cuda.matmul` gets and sets them; its Python takes several times as long, at every call.
-_SHORT_SUMS: tuple[tuple[Callable[[], Any], Callable[..., None]], ...] = tuple(
-    (getattr(torch._C, f"_get_cublas_{name}"), getattr(torch._C, f"_set_cublas_{name}"))
-    for name in (
-        "allow_bf16_reduced_precision_reduction",  # torch's default: cuBLAS may add parts of a sum in bfloat16
-        "allow_fp16_reduced_precision_reduction",
-        "allow_fp16_accumulation",
-    )
-)
+
+def _accessors(name: str) -> tuple[Callable[[], Any], Callable[..., None]]:
+    """What gets and sets a setting of `torch.backends.cuda.matmul`.
+
+    The functions that it calls itself, where torch has them: its Python takes several times as long, at every call.
+    Torch 2.9's have a bool, later ones (seen up to 2.14) a pair, whose second is for the parts of a sum split along k.
+    """
+    get, change = (getattr(torch._C, f"_{verb}_cublas_{name}", None) for verb in ("get", "set"))
+    if get is not None and change is not None:
+        return get, change
+    public: Any = torch.backends.cuda.matmul
+    return partial(getattr, public, name, False), partial(setattr, public, name)
+
+
+_SHORT_SUMS = [
+    _accessors("allow_bf16_reduced_precision_reduction"),  # torch's default: cuBLAS may add parts of a sum in bfloat16
+    _accessors("allow_fp16_reduced_precision_reduction"),
+    _accessors("allow_fp16_accumulation"),
+]
 
 
 def _plain_products(undo: Undo) -> None:
