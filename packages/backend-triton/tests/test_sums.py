@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 
 from logitless.testing.example import random_example
 from logitless.testing.tolerance import check_gradients, check_results
+from logitless_triton import sums
 from logitless_triton.layout import Blocks
+from logitless_triton.sums import matmul
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
@@ -41,10 +44,20 @@ def test_nan_does_not_take_small_fp16_gradients_with_it() -> None:
     torch.testing.assert_close(got[1:], want[1:], rtol=1e-2, atol=1e-3 * float(want.abs().max()))
 
 
-def test_narrow_hidden_beside_an_fp32_head_is_computed_in_fp32() -> None:
+@pytest.mark.parametrize("keep_bytes", [0, 1 << 30])
+def test_narrow_hidden_beside_an_fp32_head_is_computed_in_fp32(
+    keep_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No product has a dtype that cuBLAS does not write, though the interpreter's stand-in would."""
+
+    def cublas(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, **options: Any) -> None:
+        assert out.dtype in (a.dtype, torch.float32)
+        matmul(a, b, out, **options)
+
+    monkeypatch.setattr(sums, "matmul", cublas)
     example = random_example(20, dtype=torch.float32, device=DEVICE)
     example = replace(example, hidden=example.hidden.bfloat16())
-    got = example.run(backend="triton")
+    got = example.run(backend="triton", keep_bytes=keep_bytes)
     check_results(got, example)
     hidden = got.gradients["hidden"]
     assert hidden is not None

@@ -32,7 +32,7 @@ def matmul(a: Tensor, b: Tensor, out: Tensor, *, accumulate: bool = False) -> No
     if a.dtype != b.dtype:
         high = b.to(a.dtype)
         matmul(a, high, out, accumulate=accumulate)
-        a, b, accumulate = a, (b - high).to(a.dtype), True
+        b, accumulate = (b - high).to(a.dtype), True
     if a.dtype == out.dtype:
         torch.addmm(out, a, b, out=out, beta=1 if accumulate else 0)
     elif accumulate:
@@ -57,7 +57,8 @@ class Sums:
 
     Args:
         passes: how many passes over the columns there will be, each for other tokens.
-        whole: one product makes all of d_hidden, which is then rounded where it is written.
+        whole: one product makes all of d_hidden, which is then rounded where it is written, if cuBLAS can: it writes
+            the operands' dtype or float32.
         half: False leaves gradients of float16 inputs in float32, for a single pass whose upstream comes later.
     """
 
@@ -72,13 +73,13 @@ class Sums:
         whole: bool = False,
     ) -> None:
         p, self.work, self.grad_buffer, self.half = work.problem, work, grad_buffer, half
-        self.needs, self.whole = needs, whole and p.group is None
+        self.needs, self.scaled = needs, work.operand == torch.float16
+        self.whole = whole and p.group is None and p.hidden.dtype == work.operand and not self.scaled
         self.lora_u = None
         if needs.lora_u and p.lora_u is not None:
             self.lora_u = work.empty(work.n, p.lora_u.shape[1]).zero_()
         self.bias = None if not needs.bias or p.bias is None else work.empty(*p.bias.shape).zero_()
         self.lora_b = None if not needs.lora_b or p.lora_b is None else work.empty(*p.lora_b.shape).zero_()
-        self.scaled = work.operand == torch.float16
         own_weight = needs.weight and grad_buffer is None
         self.direct = own_weight and passes == 1 and (half or p.weight.dtype != torch.float16)
         self.tile: Tensor | None = None
@@ -92,7 +93,7 @@ class Sums:
         """[n, D]; made where it is first asked for, as d_weight is: a pass's first kernel need not wait for either."""
         if not self.needs.hidden:
             return None
-        dtype = self.work.problem.hidden.dtype if self.whole and not self.scaled else torch.float32
+        dtype = self.work.operand if self.whole else torch.float32
         hidden = self.work.empty(self.work.n, self.work.head.hidden_size, dtype=dtype)
         return hidden if self.work.head.valid else hidden.zero_()
 
