@@ -27,14 +27,13 @@ __all__ = [
 ]
 
 NOTHING, DIFFERENCES, EXPONENTIALS, LOGITS = 0, 1, 2, 3  # LOGITS: of a block of tokens, within a forward only
-ALIGNMENT = 128  # bytes of slack between a buffer's two parts
 GRAIN = 32  # lengths are multiples of it for DIFFERENCES, and half of it more for EXPONENTIALS
 
 
 def buffer_bytes(tiles: int, n: int, width: int, item: int, mode: int) -> int:
     """What n rows of so many tiles take."""
     padded = (n + 15) // 16 * 16
-    return n * tiles * width * item + 4 * padded * (tiles if mode == DIFFERENCES else 1) + ALIGNMENT
+    return n * tiles * width * item + 4 * padded * (tiles if mode == DIFFERENCES else 1)
 
 
 def bytes_per_row(columns: int, width: int, item: int) -> int:
