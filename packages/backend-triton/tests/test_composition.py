@@ -149,6 +149,28 @@ def test_a_batch_of_backwards_is_a_loop(op: str) -> None:
     assert equal(list(got), [torch.stack(parts) for parts in zip(*want, strict=True)])
 
 
+@pytest.mark.parametrize("op", TWO_PASS)
+def test_a_last_backward_that_failed_may_be_run_again(op: str) -> None:
+    """As after an OutOfMemoryError: what it has overwritten is not read again."""
+    want = pulled(OPS[op], Inputs())
+    leaves = Inputs().trained()
+    outputs, calls = OPS[op](Inputs(), *leaves), []
+
+    def fails_once(*_: Any) -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError("no memory")
+
+    node = outputs[0].grad_fn
+    assert node is not None
+    node.register_hook(fails_once)
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.autograd.backward(outputs, upstream(outputs))
+    torch.autograd.backward(outputs, upstream(outputs))
+    for leaf, grad in zip(leaves, want[len(outputs) :], strict=True):
+        torch.testing.assert_close(leaf.grad, grad, rtol=1e-4, atol=1e-4)
+
+
 @each_op
 def test_second_derivatives_are_refused_by_name(op: str) -> None:
     leaves = Inputs().trained()

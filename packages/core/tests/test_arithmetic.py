@@ -50,6 +50,26 @@ def test_products_are_plain_until_the_last_call_ends() -> None:
         torch.set_float32_matmul_precision(before)
 
 
+@pytest.mark.parametrize(("precision", "own"), [("highest", "tf32"), ("medium", "ieee")], ids=["tf32", "no-tf32"])
+def test_a_precision_of_cublas_alone_is_put_back_alone(precision: str, own: str) -> None:
+    """`allow_tf32 = True` says nothing of oneDNN, nor "ieee" of the older setting, which would set both."""
+    matmul, onednn = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before = torch.get_float32_matmul_precision(), matmul.fp32_precision, onednn.fp32_precision
+    try:
+        torch.set_float32_matmul_precision(precision)
+        if own == "tf32":
+            matmul.allow_tf32 = True
+        else:
+            matmul.fp32_precision = own
+        settings = matmul.fp32_precision, onednn.fp32_precision
+        with _plain:
+            assert (matmul.fp32_precision, onednn.fp32_precision) == ("ieee", "ieee")
+        assert (matmul.fp32_precision, onednn.fp32_precision) == settings
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        matmul.fp32_precision, onednn.fp32_precision = before[1:]
+
+
 def test_a_change_that_fails_midway_is_undone() -> None:
     undone = []
 

@@ -42,11 +42,12 @@ _SHORT_SUMS = [
 
 def _plain_products(undo: Undo) -> None:
     """No TF32 or bfloat16 in float32 products."""
+    backends: Any = torch.backends
+    products = (backends.cuda.matmul, backends.mkldnn.matmul)
     try:
         precision = torch.get_float32_matmul_precision()
     except RuntimeError:  # the program uses torch's newer settings, and the older ones raise beside them
-        backends: Any = torch.backends
-        for own in (backends.cuda.matmul, backends.mkldnn.matmul):
+        for own in products:
             before = own.fp32_precision
             if before != "ieee":
                 own.fp32_precision = "none"  # now it reads what it has from the settings above it, and stays so later
@@ -54,6 +55,8 @@ def _plain_products(undo: Undo) -> None:
                 own.fp32_precision = "ieee"
     else:
         if precision != "highest":
+            # Putting it back sets both of these, and the program may have set one alone (allow_tf32 does).
+            undo.extend(partial(setattr, own, "fp32_precision", own.fp32_precision) for own in products)
             undo.append(partial(torch.set_float32_matmul_precision, precision))
             torch.set_float32_matmul_precision("highest")
 

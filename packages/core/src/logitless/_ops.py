@@ -9,7 +9,7 @@ kernels of a few hundred tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 import torch
@@ -239,7 +239,7 @@ class _Plain(Function):
         out, args = _forward(call, live, ahead, *asked), call.args
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*args[:_TENSORS], out.stats, None if ahead else live.indices, out.kept)
-        ctx.numbers, ctx.grad_buffer = args[_TENSORS:], grad_buffer
+        ctx.numbers, ctx.grad_buffer, ctx.spent = args[_TENSORS:], grad_buffer, False
         # grad_buffer isn't saved: one backward may write it before another's has run
         if out.extras is not None:
             ctx.mark_non_differentiable(out.extras)
@@ -251,6 +251,8 @@ class _Plain(Function):
         if grad_log_probs is None and grad_entropy is None:
             return (None,) * 7
         call, made = Call(*saved[:_TENSORS], *ctx.numbers), Made(*saved[_TENSORS:])
+        if ctx.spent:  # a last backward failed, memory was short perhaps, once it had overwritten what was kept
+            made = replace(made, kept=made.kept[:0])
         if grad_log_probs is None:
             grad_log_probs = made.stats.new_zeros(call.labels.shape)
         needs = list(ctx.needs_input_grad[2:])
@@ -269,7 +271,7 @@ class _Plain(Function):
             grads = _backward_op(*call.args, *made_op, grad_log_probs, grad_entropy, needs)
             found = Gradients(*(grad if needed else None for grad, needed in zip(grads, needs, strict=True)))
         else:
-            last = not torch._C._autograd._get_current_graph_task_keep_graph()
+            last = ctx.spent = not torch._C._autograd._get_current_graph_task_keep_graph()
             found = _gradients(call, made, grad_log_probs, grad_entropy, needs, ctx.grad_buffer, last)
         weight = None if ctx.grad_buffer is not None else found.weight
         return None, None, found.hidden, weight, found.bias, found.lora_u, found.lora_b
