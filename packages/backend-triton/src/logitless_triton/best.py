@@ -1,6 +1,6 @@
 """The k largest logits of each row, of the logits that a chunk holds; equals `logitless.reference.top_k_log_probs`.
 
-The k-th largest is found as a kept set's threshold is (`logitless_triton.threshold`), by each rank among its own; what
+The k-th largest is found as a kept set's threshold is (`logitless_triton.shortlist`), by each rank among its own; what
 is larger is written out in the order of the vocabulary, and after it of the equal ones as many as there is room for.
 """
 

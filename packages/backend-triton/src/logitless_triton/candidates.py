@@ -25,11 +25,9 @@ from torch import Tensor
 
 from logitless.collectives import gather_stacked
 from logitless_triton.layout import STEP
-from logitless_triton.tile import ceil_div
+from logitless_triton.tile import LOWEST, ceil_div
 
 __all__ = ["Tiles", "blocks", "float_of", "key_of", "listed", "tile_logits"]
-
-_LOWEST = tl.constexpr(-1.0e30)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +37,7 @@ class Tiles:
     ids: Tensor  # [m, tiles] int32
     count: Tensor  # [m] int32
     outside: Tensor  # [m] the largest x of the other tiles
-    mass: Tensor  # [m] Σ 2^((x−M)·f) of those that are to be read
+    mass: Tensor | None = None  # [m] Σ 2^((x−M)·f) of those that are to be read, where it is asked for
 
 
 def blocks(work: Any, most: int = STEP) -> dict[str, int]:
@@ -66,8 +64,8 @@ def float_of(key):
 def tile_logits(held, ids, rows, first, count, V, stride_held, stride_ids, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Logits [ROWS, BLOCK // WIDTH, WIDTH] of the listed tiles from the first on, their columns, and which are real.
 
-    A tile's columns are an axis, and V is not in the load's mask, so
-    that the compiler sees 16 bytes of one mask; likewise it has to see that rows start at whole tiles.
+    A tile's columns are an axis, and V is not in the load's mask, so that the compiler sees 16 bytes of one mask;
+    likewise it has to see that rows start at whole tiles.
     """
     place = first + tl.arange(0, BLOCK // WIDTH)[None, :]
     rows = rows.to(tl.int64)
@@ -82,8 +80,8 @@ def tile_logits(held, ids, rows, first, count, V, stride_held, stride_ids, WIDTH
 @triton.jit
 def _maxima(parts, mask):
     """Tiles' maxima, −inf again where the forward had them finite for its differences."""
-    m = tl.load(parts, mask=mask, other=_LOWEST)
-    return tl.where(m > _LOWEST, m, -float("inf"))
+    m = tl.load(parts, mask=mask, other=LOWEST)
+    return tl.where(m > LOWEST, m, -float("inf"))
 
 
 @triton.jit(do_not_specialize=["N", "TILES", "stride_own", "k"])
@@ -120,8 +118,7 @@ def _floor_kernel(
     high = key_of(M) + 1
     for _ in range(32):
         middle = low + ((high - low) >> 1)
-        bits = middle.to(tl.int32)
-        level = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+        level = float_of(middle)
         if COUNT:
             serves = tl.sum((m >= level[:, None]).to(tl.int32), 1) >= k
         else:

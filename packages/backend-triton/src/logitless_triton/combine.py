@@ -19,12 +19,11 @@ import math
 import triton
 import triton.language as tl
 
-from logitless_triton.kept import SHIFT, factor_args, factor_of
-from logitless_triton.tile import FLOOR, LN2, ceil_div, tanh
+from logitless_triton.kept import SHIFT
+from logitless_triton.tile import FLOOR, LN2, LOWEST, ceil_div, factor_args, factor_of, tanh
 
 __all__ = ["combine", "label_logits"]
 
-LOWEST = tl.constexpr(-1.0e30)
 _LN2, _SHIFT = tl.constexpr(LN2), tl.constexpr(SHIFT)
 ROWS, TILES = 16, 128  # of a program, measured on an H200; the order of the sums depends on them
 

@@ -20,8 +20,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from logitless_triton.kept import Kept, expm1, factor_args, factor_of
-from logitless_triton.tile import FLOOR, LN2, ceil_div, descriptor, halves, place, raw_logits
+from logitless_triton.kept import Kept
+from logitless_triton.tile import (
+    FLOOR,
+    LN2,
+    TYPES,
+    ceil_div,
+    descriptor,
+    expm1,
+    factor_args,
+    factor_of,
+    halves,
+    place,
+    raw_logits,
+)
 
 __all__ = ["coefficients", "dz_from_kept", "dz_from_logits"]
 
@@ -280,7 +292,7 @@ def dz_from_logits(work: Any, rows: Any, stats: Tensor, coefs: Tensor, entropy: 
         PROGRAMS=programs,
         TMA=tma,
         FLATTEN=tma and not head.rank and not several,
-        OUT_TYPE=_TYPES[str(out.dtype)],
+        OUT_TYPE=TYPES[out.dtype],
         ENTROPY=entropy,
         SOFTCAP=head.softcap,
         NEGATE=head.negate,
@@ -290,9 +302,6 @@ def dz_from_logits(work: Any, rows: Any, stats: Tensor, coefs: Tensor, entropy: 
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
-
-
-_TYPES = {"torch.float16": tl.float16, "torch.bfloat16": tl.bfloat16, "torch.float32": tl.float32}
 
 
 @triton.jit(do_not_specialize=["N", "stride_stats"])

@@ -19,15 +19,25 @@ from logitless.collectives import gather_stacked
 from logitless.types import Forwarded, Problem
 from logitless_triton.combine import combine, label_logits
 from logitless_triton.config import Tile
-from logitless_triton.kept import DIFFERENCES, EXPONENTIALS, NOTHING, Kept, factor_args, factor_of, finish_exponentials
+from logitless_triton.kept import DIFFERENCES, EXPONENTIALS, NOTHING, Kept, finish_exponentials
 from logitless_triton.layout import LOGITS
 from logitless_triton.rows import Rows, Work
-from logitless_triton.tile import FLOOR, ceil_div, descriptor, halves, place, raw_logits
+from logitless_triton.tile import (
+    FLOOR,
+    LOWEST,
+    TYPES,
+    ceil_div,
+    descriptor,
+    factor_args,
+    factor_of,
+    halves,
+    place,
+    raw_logits,
+)
 
 __all__ = ["Scores", "forward", "forward_pass", "scan"]
 
 _DIFFERENCES, _EXPONENTIALS, _LOGITS = (tl.constexpr(x) for x in (DIFFERENCES, EXPONENTIALS, LOGITS))
-_LOWEST = tl.constexpr(-1.0e30)
 
 
 @triton.jit(do_not_specialize=["N", "all_tokens"])
@@ -120,8 +130,8 @@ def _forward_kernel(
         )
         cols = pn * BN + tl.arange(0, BN)
         f = factor_of(f_ptr, f_value, rows, inside, BM)
-        x = tl.where(cols[None, :] < V, x, _LOWEST)
-        m = tl.maximum(tl.max(x, 1), _LOWEST)  # finite: −inf − −inf would be NaN
+        x = tl.where(cols[None, :] < V, x, LOWEST)
+        m = tl.maximum(tl.max(x, 1), LOWEST)  # finite: −inf − −inf would be NaN
         d = (x - m[:, None]) * f[:, None]
         if INFINITE:  # 0·(−inf) would be NaN
             d = tl.maximum(d, FLOOR, propagate_nan=tl.PropagateNan.ALL)
@@ -157,9 +167,6 @@ def _forward_kernel(
         tl.store(parts + at, m, mask=inside)
         tl.store(parts + stride_kind + at, s, mask=inside)
         tl.store(parts + 2 * stride_kind + at, t, mask=inside)
-
-
-TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 
 def scan(work: Work, rows: Rows, kept: Kept, reference: Tensor | None, parts: Tensor) -> None:

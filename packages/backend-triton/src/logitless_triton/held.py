@@ -1,7 +1,7 @@
 """Kept sets, several labels and statistics: a chunk of tokens' logits are held in fp32, in the workspace.
 
 One pass over the products, as in `logitless_triton.forward`, whose kernel also stores each tile's x. What a kept set
-needs is then looked up in memory, mostly in a few tiles of each row (`logitless_triton.threshold`): a row of V logits
+needs is then looked up in memory, mostly in a few tiles of each row (`logitless_triton.shortlist`): a row of V logits
 is written once, 4V bytes, where a second pass over the products would take 2DV operations. Without a kept set M, log2 S
 and the entropy are the plain forward's, and so are one label's scores, bit by bit.
 
@@ -31,6 +31,8 @@ from logitless_triton.threshold import SUMS, kept_sums, search
 from logitless_triton.tile import LN2, ceil_div
 
 __all__ = ["Held", "HeldScores", "forward", "held_pass", "needs_logits"]
+
+_LOWEST_KEY = -(0x7F800000 + 1)  # `logitless_triton.candidates.key_of` −inf
 
 
 def needs_logits(problem: Problem) -> bool:
@@ -93,7 +95,7 @@ class Held:
         like = rows.labels
         ids = torch.arange(self.tiles, dtype=torch.int32, device=like.device).expand(rows.count, -1)
         count = like.new_full((rows.count,), self.tiles, dtype=torch.int32)
-        return Tiles(ids, count, rows.f.new_full((rows.count,), -math.inf), rows.f)
+        return Tiles(ids, count, rows.f.new_full((rows.count,), -math.inf))
 
 
 class HeldScores:
@@ -197,46 +199,30 @@ def held_pass(held: Held, rows: Rows, scores: HeldScores, start: int) -> None:
     own[len(SUMS) + 1 :] = held.at_labels(rows).T
 
 
-_LOWEST_KEY = -(0x7F800000 + 1)  # `logitless_triton.candidates.key_of` −inf
-
-
 def _find(held: Held, rows: Rows, partials: tuple[Tensor, Tensor, Tensor], threshold: Tensor, out: Tensor) -> None:
     """The threshold [m] of a block of rows, and this rank's sums over what it keeps."""
     work, p, (parts, mine, whole) = held.work, held.work.problem, partials
-    f, top = rows.f, whole[0]
-    tiles, bracket = listed(work, f, parts, mine, top, p.group, k=p.top_k, p=p.top_p)
-    mass, total, group = whole[1], None, p.group
+    f, top, mass, total, group = rows.f, whole[0], whole[1], None, p.group
+    tiles, bracket = listed(work, f, parts, mine, top, group, k=p.top_k, p=p.top_p)
+    logits = (work, held.of(rows), f, tiles, top)
+
+    def kept(bracket: Tensor, wanted: Tensor, *, count: bool, total: Tensor | None = None) -> Tensor:
+        """Keys [m] of the thresholds, with `threshold` and `out` filled in."""
+        if group is None:
+            found: Tensor = find(*logits, bracket, wanted, threshold, out, count=count, total=total)
+            return found
+        least: Tensor = search(*logits, bracket, wanted, group, count=count)
+        kept_sums(*logits, least, threshold, out)
+        return least
+
     if p.top_k is not None:
-        wanted = torch.full_like(f, float(p.top_k))
-        least = _kept(held, rows, tiles, top, bracket, wanted, threshold, out, count=True)
+        least = kept(bracket, torch.full_like(f, float(p.top_k)), count=True)
         if p.top_p is not None:
-            mass = out[:2].sum(0)
-            mass = total = mass if group is None else gather_stacked(mass, group).sum(0)
+            own = out[:2].sum(0)
+            mass = total = own if group is None else gather_stacked(own, group).sum(0)
             bracket = torch.stack((least, bracket[1]))
     if p.top_p is not None:
-        _kept(held, rows, tiles, top, bracket, mass * p.top_p, threshold, out, count=False, total=total)
-
-
-def _kept(
-    held: Held,
-    rows: Rows,
-    tiles: Tiles,
-    top: Tensor,
-    bracket: Tensor,
-    wanted: Tensor,
-    threshold: Tensor,
-    out: Tensor,
-    *,
-    count: bool,
-    total: Tensor | None = None,
-) -> Tensor:
-    """Keys [m] of the thresholds, `threshold` [m] and this rank's sums `out`, as `logitless_triton.shortlist.find`."""
-    work, group, body, f = held.work, held.work.problem.group, held.of(rows), rows.f
-    if group is None:
-        return find(work, body, f, tiles, top, bracket, wanted, threshold, out, count=count, total=total)
-    least = search(work, body, f, tiles, top, bracket, wanted, group, count=count)
-    kept_sums(work, body, f, tiles, top, least, threshold, out)
-    return least
+        kept(bracket, mass * p.top_p, count=False, total=total)
 
 
 def forward(problem: Problem, *, entropy: bool) -> Forwarded:

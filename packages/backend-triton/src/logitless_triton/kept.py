@@ -29,7 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from logitless_triton.layout import DIFFERENCES, EXPONENTIALS, NOTHING, buffer_bytes, mode_of, tiles_that_fit
-from logitless_triton.tile import FLOOR, ceil_div, raw_logits
+from logitless_triton.tile import FLOOR, ceil_div, expm1, factor_args, factor_of, raw_logits
 
 __all__ = [
     "DIFFERENCES",
@@ -37,9 +37,6 @@ __all__ = [
     "NOTHING",
     "SHIFT",
     "Kept",
-    "expm1",
-    "factor_args",
-    "factor_of",
     "finish_exponentials",
 ]
 
@@ -97,25 +94,6 @@ class Kept:
             maxima=None if self.maxima is None else self.maxima[:, start:],
             offsets=None if self.offsets is None else self.offsets[start:stop],
         )
-
-
-def factor_args(factor: Tensor | float) -> tuple[Tensor | None, float]:
-    """f [m], or one number for all rows, as kernels take it: `f_ptr` and `f_value`."""
-    return (None, factor) if isinstance(factor, float) else (factor, 0.0)
-
-
-@triton.jit
-def factor_of(f_ptr, f_value, rows, inside, SIZE: tl.constexpr):
-    """f of rows [SIZE]."""
-    return tl.load(f_ptr + rows, mask=inside, other=0.0) if f_ptr is not None else tl.full((SIZE,), f_value, tl.float32)
-
-
-@triton.jit
-def expm1(x):
-    """e^x − 1 for x ≤ 0: with a series near 0, where 1 − p of a confident label would lose its digits."""
-    series = 0.0013888889 + x * (0.0001984127 + x * 2.48015873e-05)
-    series = 1.0 + x * (0.5 + x * (0.16666667 + x * (0.041666668 + x * (0.008333334 + x * series))))
-    return tl.where(x > -0.5, x * series, tl.exp2(x * 1.4426950408889634) - 1.0)
 
 
 @triton.jit(do_not_specialize=["N", "all_tokens"])

@@ -18,14 +18,14 @@ from torch import Tensor
 
 from logitless.collectives import gather_stacked
 from logitless.types import Gradients, Needs, Problem
-from logitless_triton.forward import TYPES, scan
+from logitless_triton.forward import scan
 from logitless_triton.held import Held
 from logitless_triton.kept import Kept
 from logitless_triton.kl_kernels import FORWARD, JSD, REVERSE, divergence_dz_kernel, divergence_kernel
 from logitless_triton.layout import LOGITS, Blocks
 from logitless_triton.rows import Rows, Work
 from logitless_triton.sums import Sums, matmul, pass_scale
-from logitless_triton.tile import LN2, ceil_div
+from logitless_triton.tile import LN2, TYPES, ceil_div
 
 __all__ = ["kl_backward", "kl_forward"]
 

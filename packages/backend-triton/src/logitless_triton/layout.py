@@ -14,9 +14,10 @@ __all__ = [
     "EXPONENTIALS",
     "LOGITS",
     "NOTHING",
+    "SAMPLE",
+    "STEP",
     "Blocks",
     "buffer_bytes",
-    "bytes_per_row",
     "held_rows",
     "kept_length",
     "mode_of",
@@ -36,7 +37,7 @@ def buffer_bytes(tiles: int, n: int, width: int, item: int, mode: int) -> int:
     return n * tiles * width * item + 4 * padded * (tiles if mode == DIFFERENCES else 1)
 
 
-def bytes_per_row(columns: int, width: int, item: int) -> int:
+def _bytes_per_row(columns: int, width: int, item: int) -> int:
     """What a row takes of a buffer that keeps the differences of all columns."""
     return (columns + width - 1) // width * (width * item + 4)
 
@@ -101,7 +102,7 @@ def single_pass_chunk(
     Not in float16, whose scaled dz takes a block of its own beside what is kept. `vocab_size` is of all ranks.
     """
     most = partials_rows(vocab_size, width, workspace_bytes)
-    fit = workspace_bytes // bytes_per_row(vocab_size, width, operand.itemsize)
+    fit = workspace_bytes // _bytes_per_row(vocab_size, width, operand.itemsize)
     if operand == torch.float16 or fit < min(FEWEST, n):
         return most, False
     most = min(most, max(16, fit // 128 * 128 if fit >= 128 else fit // 16 * 16))

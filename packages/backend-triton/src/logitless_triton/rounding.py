@@ -11,8 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from logitless_triton.config import device_facts
-from logitless_triton.kept import factor_args
-from logitless_triton.tile import ceil_div
+from logitless_triton.tile import ceil_div, factor_args
 
 __all__ = ["multiply_", "rounded", "scale_rows"]
 

@@ -6,7 +6,7 @@ eighth of the interval; the largest and the least logit within say when only one
 `logitless_triton.candidates` are read.
 
 Here the rounds are launches, so that ranks which share a vocabulary can add up their masses in between. On one rank
-`logitless_triton.shortlist` makes the same rounds in one launch.
+`logitless_triton.shortlist` makes them in one launch, and by other levels.
 
 A program serves one row (in the interpreter, whose time goes by programs, more), whose bits depend on nothing else.
 """
@@ -27,7 +27,7 @@ from logitless.collectives import gather_stacked
 from logitless_triton.candidates import Tiles, blocks, float_of, key_of, tile_logits
 from logitless_triton.tile import FLOOR, ceil_div
 
-__all__ = ["LANES", "LOOK", "SUMS", "add_up", "kept_sums", "look", "narrowed", "search"]
+__all__ = ["LANES", "LOOK", "SUMS", "add_up", "kept_sums", "look", "narrowed", "search", "store_sums"]
 
 ROUNDS = 11  # of an eighth each: 2^32 floats
 LANES = tl.constexpr(128)  # threads of a program
@@ -38,7 +38,7 @@ x that is not."""
 
 
 @triton.jit
-def key_at(low, high, way, VALUES: tl.constexpr):
+def _key_at(low, high, way, VALUES: tl.constexpr):
     """The level of a way from 0, the low key, to 7: eighths; with VALUES six sevenths of the values, and the middle.
 
     Between a negative floor and a positive M most floats lie next to zero: there an eighth of the keys is little.
@@ -57,7 +57,7 @@ def key_at(low, high, way, VALUES: tl.constexpr):
 def narrowed(low, high, mass, largest, least, wanted, VALUES: tl.constexpr):
     """The keys [ROWS] between which the threshold lies, by what was found at or above the levels, and between them."""
     ways = tl.arange(0, 8).to(tl.int64)[None, :]
-    level = key_at(low[:, None], high[:, None], ways, VALUES)
+    level = _key_at(low[:, None], high[:, None], ways, VALUES)
     enough = (mass >= wanted[:, None]) | (ways == 0)
     new_low = tl.max(tl.where(enough, level, low[:, None]), 1)
     new_high = tl.min(tl.where(enough, high[:, None], level), 1)
@@ -141,7 +141,7 @@ def look(
     ways = tl.arange(0, 8)[None, :, None]
     lines = ()
     for way in tl.static_range(8):
-        lines += (float_of(key_at(low, high, tl.full((ROWS,), way, tl.int64), VALUES))[:, None, None],)
+        lines += (float_of(_key_at(low, high, tl.full((ROWS,), way, tl.int64), VALUES))[:, None, None],)
     mass = tl.full((ROWS, 8, LANES), 0.0, tl.float32)
     largest = tl.full((ROWS, LANES), -float("inf"), tl.float32)
     least = tl.full((ROWS, LANES), float("inf"), tl.float32)

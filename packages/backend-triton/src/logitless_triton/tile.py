@@ -14,19 +14,42 @@ which is what keeps the digits of confident tokens.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-__all__ = ["FLOOR", "LN2", "ceil_div", "descriptor", "halves", "place", "raw_logits"]
+__all__ = [
+    "FLOOR",
+    "LN2",
+    "LOWEST",
+    "TYPES",
+    "ceil_div",
+    "descriptor",
+    "expm1",
+    "factor_args",
+    "factor_of",
+    "halves",
+    "place",
+    "raw_logits",
+    "tanh",
+]
 
 LN2 = 0.6931471805599453
+TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 FLOOR = tl.constexpr(-16384.0)  # 2^FLOOR is 0, FLOOR fits fp16, and 0·FLOOR is 0 where 0·(−inf) would be NaN
+LOWEST = tl.constexpr(-1.0e30)  # stands for −inf among tiles' maxima: −inf − −inf would be NaN
 
 
 def ceil_div(a: int, b: int) -> int:
     """⌈a/b⌉."""
     return -(-a // b)
+
+
+def factor_args(factor: Tensor | float) -> tuple[Tensor | None, float]:
+    """f [m], or one number for all rows, as kernels take it: `f_ptr` and `f_value`."""
+    return (None, factor) if isinstance(factor, float) else (factor, 0.0)
 
 
 def descriptor(tensor, block: list[int]):
@@ -134,3 +157,17 @@ def tanh(x):
     near = magnitude * (1.0 + square * (-0.33333333333 + square * (0.13333333333 - square * 0.05396825397)))
     t = tl.where(magnitude < 0.1, near, t)
     return tl.where(x < 0.0, -t, t)
+
+
+@triton.jit
+def factor_of(f_ptr, f_value, rows, inside, SIZE: tl.constexpr):
+    """f of rows [SIZE]."""
+    return tl.load(f_ptr + rows, mask=inside, other=0.0) if f_ptr is not None else tl.full((SIZE,), f_value, tl.float32)
+
+
+@triton.jit
+def expm1(x):
+    """e^x − 1 for x ≤ 0: with a series near 0, where 1 − p of a confident label would lose its digits."""
+    series = 0.0013888889 + x * (0.0001984127 + x * 2.48015873e-05)
+    series = 1.0 + x * (0.5 + x * (0.16666667 + x * (0.041666668 + x * (0.008333334 + x * series))))
+    return tl.where(x > -0.5, x * series, tl.exp2(x * 1.4426950408889634) - 1.0)
