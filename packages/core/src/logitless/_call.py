@@ -22,7 +22,7 @@ from logitless.errors import InputTypeError
 from logitless.head import LMHead
 from logitless.types import Backend, Problem, Request
 
-__all__ = ["FIELDS", "FIRST_ONLY", "Call", "make_call", "spread"]
+__all__ = ["FIRST_ONLY", "Call", "make_call", "spread"]
 
 FIRST_ONLY = (
     "logitless gives first derivatives only: got a backward through the backward (create_graph=True), expected "
@@ -58,7 +58,7 @@ class Call:
     @property
     def args(self) -> list[Any]:
         """The fields in order, as the ops take them."""
-        return [getattr(self, name) for name in FIELDS]
+        return [getattr(self, name) for name in _FIELDS]
 
     @property
     def differentiable(self) -> tuple[Tensor | None, ...]:
@@ -211,7 +211,7 @@ class Call:
         return [told(x) if x is not None and x.shape[0] else x for x in values]
 
 
-FIELDS = tuple(field.name for field in fields(Call))
+_FIELDS = tuple(field.name for field in fields(Call))
 
 
 def spread(values: Tensor, live: Tensor | None, n_tokens: int) -> Tensor:

@@ -44,6 +44,7 @@ Found = TypeVar("Found")
 
 
 def _asked(call: Call, entropy: bool, entropy_grad: bool, wanted: Sequence[str]) -> Live:
+    """Which tokens are live, asked of the device and not yet read."""
     return call.live("linear_log_probs", entropy=entropy, entropy_grad=entropy_grad, stats=tuple(wanted))
 
 
@@ -239,8 +240,8 @@ class _Plain(Function):
         out, args = _forward(call, live, ahead, *asked), call.args
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*args[:_TENSORS], out.stats, None if ahead else live.indices, out.kept)
-        ctx.numbers, ctx.grad_buffer, ctx.spent = args[_TENSORS:], grad_buffer, False
         # grad_buffer isn't saved: one backward may write it before another's has run
+        ctx.numbers, ctx.grad_buffer, ctx.spent = args[_TENSORS:], grad_buffer, False
         if out.extras is not None:
             ctx.mark_non_differentiable(out.extras)
         return out.log_probs, out.entropy, out.extras  # type: ignore[return-value]
