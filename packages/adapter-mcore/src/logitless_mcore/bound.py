@@ -67,7 +67,7 @@ def _check_positions(model: Any, batch: PackedBatch, ranks: Ranks) -> None:
         row, counted = cut(torch.stack([row, counted], 1), batch).unbind(1)
     # Rotary embeddings are relative: any shift will do, if it is the same for all tokens of a sequence.
     shift = batch.position_ids - counted
-    # Of each sequence the largest, and the smallest times -1.
+    # Of each sequence the largest, and the smallest times −1: one collective finds both.
     most = shift.new_zeros(2, len(batch.padded_lengths)).scatter_reduce(
         1, row.expand(2, -1), torch.stack([shift, -shift]), "amax", include_self=False
     )
@@ -220,6 +220,7 @@ def _inputs(
 
 
 def _has_axes(model: Any) -> bool:
+    """Whether its positions are mrope's, of time, height and width."""
     return getattr(language_model(model), "position_embedding_type", None) == "mrope"
 
 

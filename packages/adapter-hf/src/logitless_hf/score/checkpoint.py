@@ -45,10 +45,10 @@ class Checkpoint:
     @cached_property
     def tokenizer(self) -> Any:
         """The folder's tokenizer; None if it has no file of one, where some versions of transformers make one up."""
-        from transformers import AutoTokenizer
-
         if not any(file.name.startswith(_VOCABULARY) or file.suffix in _MODELS for file in self.path.iterdir()):
             return None
+        from transformers import AutoTokenizer
+
         return self._load("tokenizer", lambda: AutoTokenizer.from_pretrained(self.path, local_files_only=True))
 
     @property

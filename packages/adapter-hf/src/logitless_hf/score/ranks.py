@@ -27,7 +27,7 @@ class Ranks:
     rank: int = 0
     size: int = 1
     local_rank: int = 0
-    group: Any = None
+    group: Any = None  # of all of them, with the patience of those that have joined; None: alone
 
     @contextmanager
     def together(self) -> Iterator[None]:
