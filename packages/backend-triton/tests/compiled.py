@@ -22,8 +22,8 @@ from logitless_triton.layout import LOGITS, SAMPLE, STEP
 HOPPER = GPUTarget("cuda", 90, 32)
 TYPES = dict.fromkeys(("ids", "count_ptr", "placed_ptr"), "*i32")
 TYPES |= dict.fromkeys(("id_ptr", "label_ptr", "bracket", "before", "after", "near", "least_ptr"), "*i64")
-TYPES |= dict.fromkeys(("pre", "ref_pre", "f_value", "slope", "top_entropy", "beta", "budget"), "fp32")
-TYPES |= dict.fromkeys(("all_tokens", "kept_columns", "col0", "labels", "k", "ref_D", "ref_R"), "i32")
+TYPES |= dict.fromkeys(("pre", "f_value", "slope", "top_entropy", "beta", "budget"), "fp32")
+TYPES |= dict.fromkeys(("all_tokens", "kept_columns", "col0", "labels", "k"), "i32")
 PLAIN = {"bias": None, "lora_u": None, "lora_b": None, "BR": 16, "SOFTCAP": False, "NEGATE": False}
 LISTED = {"WIDTH": 128, "ROWS": 1, "BLOCK": STEP}
 LOOK = {**LISTED, "BLOCK": threshold.LOOK}
@@ -35,7 +35,7 @@ def compiled(kernel: Any, constants: dict[str, Any], warps: int = 4, stages: int
     constants = {name: value for name, value in constants.items() if name in names}
     signature = {}
     for name in names:
-        number = name.startswith(("stride_", "ref_stride_")) or name.isupper()
+        number = name.startswith("stride_") or name.isupper()
         default = "i32" if number else TYPES.get(name, "*fp32")
         signature[name] = "constexpr" if name in constants else types.get(name, default)
     source = ASTSource(
@@ -58,12 +58,11 @@ def described(kind: str, rows: int, columns: int) -> str:
 
 def multiplying(tile: Tile, out_columns: int, out: str) -> dict[str, str]:
     """Types of the operands and of what is stored, as descriptors."""
-    operands = {
+    return {
         "h": described("bf16", tile.rows, tile.depth),
         "w": described("bf16", tile.columns, tile.depth),
         out: described("fp32" if out == "kept" else "bf16", tile.rows, out_columns),
     }
-    return operands | {f"ref_{name}": operands[name] for name in "hw"}
 
 
 def of_rows(tile: Tile, uniform: bool) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Kernels that no GPU has run yet compile for a Hopper, and take no more of it than the tiles' table counts on."""
+"""The kernels compile for a Hopper, and take no more of it than the tiles' table counts on."""
 
 from __future__ import annotations
 
