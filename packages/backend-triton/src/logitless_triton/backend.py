@@ -47,8 +47,7 @@ class TritonBackend:
         from logitless_triton.forward import forward
 
         if held.needs_logits(problem):
-            found: Forwarded = held.forward(problem, entropy=entropy)
-            return found
+            return held.forward(problem, entropy=entropy)
         return forward(problem, entropy=entropy, entropy_grad=entropy_grad, kept_shape=kept_shape)
 
     def backward(
@@ -78,15 +77,13 @@ class TritonBackend:
         """`logitless_triton.best.top_k_log_probs`."""
         from logitless_triton.best import top_k_log_probs
 
-        found: tuple[Tensor, Tensor] = top_k_log_probs(problem, k)
-        return found
+        return top_k_log_probs(problem, k)
 
     def kl_forward(self, student: Problem, teacher: Problem, *, direction: str, beta: float) -> tuple[Tensor, Tensor]:
         """`logitless_triton.kl.kl_forward`."""
         from logitless_triton.kl import kl_forward
 
-        found: tuple[Tensor, Tensor] = kl_forward(student, teacher, direction=direction, beta=beta)
-        return found
+        return kl_forward(student, teacher, direction=direction, beta=beta)
 
     def kl_backward(
         self,
@@ -102,8 +99,7 @@ class TritonBackend:
         """`logitless_triton.kl.kl_backward`."""
         from logitless_triton.kl import kl_backward
 
-        found: Gradients = kl_backward(student, teacher, stats, grad, needs, direction=direction, beta=beta)
-        return found
+        return kl_backward(student, teacher, stats, grad, needs, direction=direction, beta=beta)
 
     def multiply_(self, gradient: Tensor, factor: Tensor) -> None:
         """`logitless_triton.rounding.multiply_`."""

@@ -209,9 +209,8 @@ def _find(held: Held, rows: Rows, partials: tuple[Tensor, Tensor, Tensor], thres
     def kept(bracket: Tensor, wanted: Tensor, *, count: bool, total: Tensor | None = None) -> Tensor:
         """Keys [m] of the thresholds, with `threshold` and `out` filled in."""
         if group is None:
-            found: Tensor = find(*logits, bracket, wanted, threshold, out, count=count, total=total)
-            return found
-        least: Tensor = search(*logits, bracket, wanted, group, count=count)
+            return find(*logits, bracket, wanted, threshold, out, count=count, total=total)
+        least = search(*logits, bracket, wanted, group, count=count)
         kept_sums(*logits, least, threshold, out)
         return least
 

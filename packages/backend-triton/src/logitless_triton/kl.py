@@ -6,9 +6,6 @@ forward's, whose reductions run under them: both heads' tile in one program leav
 `logitless.reference.linear_kl`.
 """
 
-# mypy: ignore-errors
-# (Triton has no types)
-
 from __future__ import annotations
 
 import copy
