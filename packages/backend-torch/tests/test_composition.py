@@ -318,7 +318,8 @@ def test_saved_tensors_may_travel(op: str) -> None:
     def unpack(packed: Any) -> Tensor:
         tensor, shape = packed
         assert tensor.shape == shape
-        return tensor
+        # What comes back empty from numpy or a file has such strides.
+        return tensor if tensor.numel() else tensor.as_strided(shape, [0] * len(shape))
 
     def hooked(x: Inputs, *leaves: Tensor) -> tuple[Tensor, ...]:
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.compiled_autograd
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -149,7 +150,7 @@ def test_a_batch_of_backwards_is_a_loop(op: str) -> None:
     assert equal(list(got), [torch.stack(parts) for parts in zip(*want, strict=True)])
 
 
-@pytest.mark.parametrize("op", TWO_PASS)
+@pytest.mark.parametrize("op", ["remembered", "exponentials", "divergence"])
 def test_a_last_backward_that_failed_may_be_run_again(op: str) -> None:
     """As after an OutOfMemoryError: what it has overwritten is not read again."""
     want = pulled(OPS[op], Inputs())
@@ -182,6 +183,18 @@ def test_second_derivatives_are_refused_by_name(op: str) -> None:
 
     with pytest.raises(UnsupportedError, match="first derivatives only"):
         twice()
+
+
+@pytest.mark.parametrize("op", ["remembered", "divergence"])
+def test_compiled_autograd_traces_into_no_kernel(op: str) -> None:
+    want = pulled(OPS[op], Inputs())
+    leaves = Inputs().trained()
+    outputs = OPS[op](Inputs(), *leaves)
+    torch._dynamo.reset()
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        torch.autograd.backward(outputs, upstream(outputs))
+    for leaf, grad in zip(leaves, want[len(outputs) :], strict=True):
+        torch.testing.assert_close(leaf.grad, grad, rtol=1e-4, atol=1e-4)
 
 
 @each_op

@@ -198,7 +198,9 @@ class KeptTiles:
     """Logits of the leading tiles of a pass, as many as fit a buffer, in the order in which the pass visits them."""
 
     def __init__(self, plan: TilePlan, buffer: Tensor) -> None:
-        self.plan, self.flat, self.offset = plan, buffer.view(plan.dtype), 0
+        # Not a view of what is empty: hooks of saved tensors may bring that back with any stride.
+        self.flat = buffer.view(plan.dtype) if buffer.shape[0] else buffer.new_empty(0, dtype=plan.dtype)
+        self.plan, self.offset = plan, 0
 
     def next(self, rows: Rows, columns: Columns) -> tuple[Tensor, bool]:
         """Where the next tile's logits are, and whether that is in the buffer; else it is a scratch tile."""

@@ -266,8 +266,10 @@ class _Plain(Function):
                     "backward at a time; leave the buffer out"
                 )
             needs[1] = True
-        # Through the op, which knows how to refuse a second derivative, and takes batches of gradients apart.
-        if torch.is_grad_enabled() or _batched(grad_log_probs, grad_entropy):
+        # Through the op, which knows how to refuse a second derivative, takes batches of gradients apart, and which
+        # compiled autograd does not trace into.
+        traced = torch.compiler.is_compiling() and ctx.grad_buffer is None
+        if traced or torch.is_grad_enabled() or _batched(grad_log_probs, grad_entropy):
             made_op = (made.stats, *_order(call, made.live), made.kept)
             grads = _backward_op(*call.args, *made_op, grad_log_probs, grad_entropy, needs)
             found = Gradients(*(grad if needed else None for grad, needed in zip(grads, needs, strict=True)))

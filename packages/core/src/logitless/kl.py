@@ -178,7 +178,7 @@ class _Plain(Function):
             return (None,) * ARGUMENTS
         (args, (stats, index)), needs = _restored(ctx), list(ctx.needs_input_grad[:5])
         pair = Pair.of(args)
-        if torch.is_grad_enabled() or _batched(grad):  # as in `logitless._ops`
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or _batched(grad):  # as in `logitless._ops`
             return _through_op(args, (stats, *_order(pair.student, index)), grad, needs)
         found = pair.backward(stats, index, grad, needs)
         gradients = (found.hidden, found.weight, found.bias, found.lora_u, found.lora_b)
