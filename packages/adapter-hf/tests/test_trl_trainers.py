@@ -289,6 +289,7 @@ class Recorded:
 @pytest.fixture
 def asynchronous(monkeypatch: pytest.MonkeyPatch, make_model: Any, tokenizer: Any, tmp_path: Path) -> Any:
     """`asynchronous(wrap)` builds an AsyncGRPOTrainer; in place of a GPU, a server and its kernel are stand-ins."""
+    pytest.importorskip("requests", reason="AsyncGRPOTrainer needs requests")
     home, reason = "trl.experimental.async_grpo", "AsyncGRPOTrainer needs transformers 5"
     module = pytest.importorskip(f"{home}.async_grpo_trainer", reason=reason, exc_type=ImportError)
     packing, worker = (importlib.import_module(f"{home}.{name}") for name in ("packing", "async_rollout_worker"))
