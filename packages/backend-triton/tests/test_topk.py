@@ -31,6 +31,15 @@ def test_equals_the_logits_in_full(option: dict[str, Any], kept: dict[str, Any])
     check(example_of(**option), **kept)
 
 
+def test_a_scale_of_0_makes_ties_of_all() -> None:
+    example = example_of()
+    head = replace(example.head, scale=0.0)
+    out = logitless.linear_log_probs(example.hidden, head, example.labels, top_k=3, top_p=0.5, backend="triton")
+    right = reference.linear_log_probs(example.hidden, head, example.labels, top_k=3, top_p=0.5)
+    torch.testing.assert_close(out.log_probs, right.log_probs)
+    torch.testing.assert_close(out.entropy, right.entropy)
+
+
 def test_float16() -> None:
     check(example_of(dtype=torch.float16), top_k=9, top_p=0.9)
 

@@ -72,6 +72,7 @@ def test_kept_sets_of_five_tokens() -> None:
     tied = torch.tensor([1.0, 2.0, 1.0, 0.0])
     assert reference.keep(tied, top_k=2).tolist() == [True, True, True, False]
     assert reference.keep(tied, top_p=0.62).tolist() == [True, True, True, False]
+    assert bool(reference.keep(torch.tensor([60.0, 0.0]), top_p=1.0).all())  # 1 − p of the first is rounded to 0
 
 
 def test_scores_of_a_kept_set() -> None:

@@ -286,6 +286,8 @@ def make_call(
     refuse_transforms(hidden, head, policy_loss)
     vocab_start, vocab_size = _vocab_span(head, rank, size)
     top_k, top_p = check_kept(top_k, top_p, vocab_size)
+    if head.scale == 0:  # every logit is equal, and equal ones are kept together
+        top_k = top_p = None
     weight, device_type = head.weight, hidden.device.type
     if torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)  # which leaves float64 alone, as for torch's own functions

@@ -61,7 +61,7 @@ def keep(logits: Tensor, top_k: int | None = None, top_p: float | None = None) -
     kept = torch.ones_like(logits, dtype=torch.bool)
     if top_k is not None:
         kept = logits >= logits.topk(min(top_k, logits.shape[-1])).values[..., -1:]
-    if top_p is not None:
+    if top_p is not None and top_p < 1.0:  # 1 keeps every token, and rounded sums reach it sooner
         p, order = logits.masked_fill(~kept, float("-inf")).softmax(-1).sort(-1, descending=True)
         z = logits.gather(-1, order)
         last = ((p.cumsum(-1) - p < top_p).sum(-1, keepdim=True) - 1).clamp(min=0)
