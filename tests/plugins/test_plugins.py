@@ -189,7 +189,7 @@ def test_doctor_tells_good_and_broken() -> None:
 def test_doctor_exits_by_the_backend_that_was_asked_for(name: str, code: int, said: str) -> None:
     done = cli("doctor", "--dtype", "float32", LOGITLESS_BACKEND=name)
     assert done.returncode == code
-    assert said in done.stdout
+    assert said in (done.stdout or done.stderr)  # of a name that nobody knows there is nothing to report
     assert "Traceback" not in done.stderr
 
 
