@@ -48,8 +48,8 @@ def test_a_rank_that_does_not_join_is_not_waited_for_longer_than_asked(port: int
 def late(rank: int, size: int) -> bool:
     dist.destroy_process_group()  # the helper's own
     os.environ["RANK"] = str(rank)
-    with join(2) as ranks:
-        time.sleep(3 * rank)
+    with join(6) as ranks:
+        time.sleep(7 * rank)
         return ranks.any(rank == 1)
 
 
