@@ -1,8 +1,8 @@
 """Divergence of two heads, from blocks of both heads' logits that are held in fp32, in the workspace.
 
 The forward holds all columns of some tokens, as `logitless_triton.held` does; the backward makes blocks of some columns
-again. A logit is written and read once, which takes a tenth of the time of its products, and lets these be the plain
-forward's, whose reductions run under them: both heads' tile in one program leaves no registers for that. Equals
+again. A logit is written and read once, which measured faster than both heads' tile in one program: that leaves no
+registers for a second program, under whose products the first one's reductions would run. Equals
 `logitless.reference.linear_kl`.
 """
 
@@ -76,10 +76,7 @@ def _sums(
 
 
 class _Block:
-    """Logits of a block of columns, made again for some tokens at a time; a plain head's by cuBLAS.
-
-    Beside the products of dz a card is at its limit of power, and cuBLAS does with less of it.
-    """
+    """Logits of a block of columns, made again for some tokens at a time; a plain head's by cuBLAS."""
 
     def __init__(self, work: Work, rows: Rows, most: int, columns: int) -> None:
         self.work, self.rows, self.width = work, rows, work.config.forward.columns
