@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 VOCAB = 101
 COMMON = {
@@ -132,3 +132,22 @@ def group(tmp_path: Any) -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    """Of words w0 to w100, whose ids are their numbers; padding, beginning and end are the first three."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    core = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w3"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="w0", bos_token="w1", eos_token="w2")
+
+
+@pytest.fixture
+def own_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer's precision is not taken over from the last one: accelerate keeps it in a singleton."""
+    from accelerate.state import AcceleratorState
+
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+    AcceleratorState._reset_state(reset_partial_state=True)

@@ -22,10 +22,8 @@ pytest.importorskip("datasets")
 peft = pytest.importorskip("peft")
 
 import trl.trainer.grpo_trainer as grpo_module  # noqa: E402
-from accelerate.state import AcceleratorState  # noqa: E402
 from datasets import Dataset  # noqa: E402
-from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast  # noqa: E402
+from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 from trl import (  # noqa: E402
     GRPOConfig,
     GRPOTrainer,
@@ -34,26 +32,12 @@ from trl import (  # noqa: E402
     RLOOTrainer,
 )
 
+pytestmark = pytest.mark.usefixtures("own_precision")
 VOCAB = 101
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12]]
 COMPLETIONS = [[20, 21, 22, 2], [23, 24], [30, 31, 32, 33, 34, 2], [35, 36, 37]]
 METRICS = ("loss", "entropy", "kl", "grad_norm", "reward")
 ADAPTER = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "lm_head"], "init_lora_weights": False}
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    words = {f"w{i}": i for i in range(VOCAB)}
-    core = Tokenizer(models.WordLevel(words, unk_token="w3"))
-    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="w0", bos_token="w1", eos_token="w2")
-
-
-@pytest.fixture(autouse=True)
-def precision(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A test in mixed precision does not leave it to the next: accelerate keeps it in a singleton."""
-    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture

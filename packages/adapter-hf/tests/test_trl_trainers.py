@@ -22,13 +22,11 @@ pytest.importorskip("datasets")
 peft = pytest.importorskip("peft")
 
 import trl.trainer.sft_trainer as sft_module  # noqa: E402
-from accelerate.state import AcceleratorState  # noqa: E402
 from datasets import Dataset  # noqa: E402
-from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
-from transformers import PreTrainedTokenizerFast  # noqa: E402
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer  # noqa: E402
 from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("own_precision")
 VOCAB = 101
 SERVED = ("log_probs", "entropy", "is_top1", "mean_logits", "log_sum_sq_probs")  # all that TRL's function offers
 OF_TIME = ("runtime", "_per_second", "perf/", "time_in_queue")
@@ -44,20 +42,6 @@ COMMON = {
     "gradient_checkpointing": False,
     "per_device_train_batch_size": 4,
 }
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    core = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w3"))
-    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="w0", bos_token="w1", eos_token="w2")
-
-
-@pytest.fixture(autouse=True)
-def precision(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of another module's last trainer is not taken over: accelerate keeps it in a singleton."""
-    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def words(ids: list[int]) -> str:

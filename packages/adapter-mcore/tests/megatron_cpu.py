@@ -26,6 +26,7 @@ with warnings.catch_warnings():
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.models.gpt import GPTModel
     from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -168,6 +169,19 @@ def parallel(tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1, seed: int = 123
 
 
 # --- models -------------------------------------------------------------------------------------------------------
+
+
+def scheduled(model: Any, forward_step: Callable[..., Any], data: Any = None, micro_batches: int = 1) -> None:
+    """Forward and backward by Megatron's own schedule, across pipeline stages where there are any."""
+    get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=data,
+        model=[model],
+        num_microbatches=micro_batches,
+        seq_length=32,
+        micro_batch_size=1,
+        forward_only=False,
+    )
 
 
 def hf_config(family: str = "qwen2", tied: bool = False, **changes: Any) -> Any:

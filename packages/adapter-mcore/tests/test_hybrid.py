@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from megatron_cpu import alone, gpt_config, hf_config, parallel
+from megatron_cpu import alone, gpt_config, hf_config, parallel, scheduled
 from oracle import summed_over_tp
 from torch import Tensor
 
@@ -32,7 +32,6 @@ pytest.importorskip(
 from megatron.core import parallel_state
 from megatron.core.models.hybrid import hybrid_block
 from megatron.core.models.hybrid.hybrid_model import HybridModel
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
@@ -153,15 +152,7 @@ def errors(rank: int, size: int, whole: Whole, tied: bool, tp: int, cp: int, pp:
                 return forward(shard, temperature=0.8), loss_func
 
             model.zero_grad(set_to_none=True)
-            get_forward_backward_func()(
-                forward_step_func=forward_step,
-                data_iterator=None,
-                model=[model],
-                num_microbatches=1,
-                seq_length=32,
-                micro_batch_size=1,
-                forward_only=False,
-            )
+            scheduled(model, forward_step)
             for parameter in model.parameters():
                 dist.all_reduce(parameter.grad, group=group)
             summed_over_tp(model)  # norms, of which a rank of a sequence saw only its own tokens

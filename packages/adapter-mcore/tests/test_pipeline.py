@@ -14,8 +14,7 @@ from logitless.testing.distributed import run_ranks
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed", exc_type=ImportError)
 from megatron.core import parallel_state
-from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron_cpu import build_gpt, hf_model, parallel
+from megatron_cpu import build_gpt, hf_model, parallel, scheduled
 from oracle import Expected, deviation, expect, load, summed_over_tp
 
 from logitless_mcore import fused_forward_model_gen, fused_gptmodel_forward_no_padding, make_forward
@@ -87,15 +86,7 @@ def step(gpt: Any, run: Any, expected: Expected) -> tuple[float, float]:
 
     batches = sequences()
     data = iter([(batches[0], 0), (batches[1], len(batches[0]))])
-    get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=data,
-        model=[gpt],
-        num_microbatches=len(batches),
-        seq_length=32,
-        micro_batch_size=1,
-        forward_only=False,
-    )
+    scheduled(gpt, forward_step, data, len(batches))
     return worst[0], worst[1]
 
 

@@ -18,8 +18,7 @@ from logitless.testing.memory import AllocationGuard
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed", exc_type=ImportError)
 from megatron.core import parallel_state
-from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron_cpu import build_gpt, gpt_config, hf_config, parallel
+from megatron_cpu import build_gpt, gpt_config, hf_config, parallel, scheduled
 
 from logitless_mcore import (
     fused_forward_model_gen,
@@ -206,15 +205,7 @@ def in_parts(rank: int, size: int, tp: int, cp: int, pp: int, sp: bool) -> list[
             def forward_step(data: Any, model: Any, way: Way = way, loss_func: Any = loss_func) -> tuple[Any, Any]:
                 return way(model, "thd", 0.8, TRAIN), loss_func
 
-            get_forward_backward_func()(
-                forward_step_func=forward_step,
-                data_iterator=None,
-                model=[gpt],
-                num_microbatches=1,
-                seq_length=32,
-                micro_batch_size=1,
-                forward_only=False,
-            )
+            scheduled(gpt, forward_step)
             for parameter in gpt.parameters():
                 dist.all_reduce(parameter.grad, group=gpt.pg_collection.cp)
             found.append({**scores, **{name: p.grad for name, p in gpt.named_parameters()}})
