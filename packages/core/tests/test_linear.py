@@ -10,11 +10,10 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from logitless import LMHead, TokenLogProbs, linear_log_probs, linear_policy_loss
-from logitless._live import Live
+from logitless import LMHead, TokenLogProbs, linear_log_probs
 from logitless._ops import _backward_op, linear_log_probs_op
-from logitless.errors import InvalidInputError, UnsupportedError
-from logitless.testing import Example, ReferenceBackend, check_gradients, check_results, installed, random_example
+from logitless.errors import UnsupportedError
+from logitless.testing import Example, ReferenceBackend, check_results, installed, random_example
 from logitless.testing.conformance import BackendConformance
 from logitless.types import Forwarded, Gradients, Problem, Request
 
@@ -468,86 +467,3 @@ def test_compiled_calls_tell_the_backend_of_lora_too() -> None:
         for score in (scores(example), torch.compile(scores(example), fullgraph=True, backend="aot_eager")):
             with pytest.raises(Exception, match="no LoRA here"):
                 run_both(score, score, example)
-
-
-# Speculation
-
-
-class Speculates(ReferenceBackend):
-    """Is called before the host knows which tokens are live, and counts its calls."""
-
-    name = "speculates"
-    speculates = True
-
-    def __init__(self) -> None:
-        self.counts: list[torch.Tensor | None] = []
-
-    def forward(self, problem: Problem, *, entropy: bool, entropy_grad: bool, kept_shape: tuple[int, ...]) -> Forwarded:
-        self.counts.append(problem.live_count)
-        problem = replace(problem, labels=problem.labels.clamp(0))
-        return super().forward(problem, entropy=entropy, entropy_grad=entropy_grad, kept_shape=kept_shape)
-
-
-@pytest.mark.parametrize("ignored", [False, True])
-def test_speculation_is_done_again_where_tokens_are_ignored(ignored: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    hidden = property(lambda self: self._facts[0] if self._known is None else None)
-    monkeypatch.setattr(Live, "on_device", hidden)  # a CPU knows at once
-    example, backend = small(ignored=ignored), Speculates()
-    with installed(backend, alone=True):
-        check_results(example.run(), example)
-    assert [None if count is None else int(count) for count in backend.counts] == (
-        [int(example.live.sum()), None] if ignored else [9]
-    )
-
-
-@pytest.mark.parametrize("buffered", [False, True], ids=["", "grad-buffer"])
-@pytest.mark.parametrize("ignored", [False, True], ids=["all-live", "some-ignored"])
-def test_a_single_pass_is_speculated_up_to_its_loss(
-    ignored: bool, buffered: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Live, "on_device", property(lambda self: self._facts[0] if self._known is None else None))
-    example, backend, seen = small(ignored=ignored), Speculates(), []
-    fresh = example.fresh()
-    buffer = torch.zeros_like(example.head.weight) if buffered else None
-
-    def loss_fn(scores: TokenLogProbs, index: torch.Tensor) -> torch.Tensor:
-        assert scores.entropy is not None
-        seen.append(index)
-        return fresh.grad_log_probs[index] * scores.log_probs + fresh.grad_entropy[index] * scores.entropy
-
-    with installed(backend, alone=True):
-        head = replace(fresh.head, grad_buffer=buffer)
-        loss, _ = linear_policy_loss(fresh.hidden, head, fresh.labels, loss_fn)
-        grads = torch.autograd.grad(loss, fresh.hidden if buffered else (fresh.hidden, fresh.head.weight))
-    found = dict(zip(("hidden", "weight"), (*grads, buffer), strict=False))
-    check_gradients(found, example)
-    assert torch.equal(torch.cat(seen), fresh.live.nonzero().squeeze(1))
-    counts = [None if count is None else int(count) for count in backend.counts]
-    assert counts == ([int(example.live.sum()), None] if ignored else [9])
-
-
-def test_a_speculated_single_pass_raises_before_its_loss_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Live, "on_device", property(lambda self: self._facts[0] if self._known is None else None))
-    fresh = small().fresh()
-    labels = fresh.labels.index_fill(0, torch.tensor([3]), -1)
-    with installed(Speculates(), alone=True), pytest.raises(InvalidInputError, match="got -1 at flat position 3"):
-        linear_policy_loss(fresh.hidden, fresh.head, labels, lambda scores, index: pytest.fail("a loss of what?"))
-
-
-@pytest.mark.parametrize("asked", [{"stats": ("mean_logit",)}, {"top_k": 3}, {}], ids=["stats", "kept-set", "labels"])
-def test_only_a_plain_call_is_speculated(asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    hidden = property(lambda self: self._facts[0] if self._known is None else None)
-    monkeypatch.setattr(Live, "on_device", hidden)
-    example, backend = small(), Speculates()
-    labels = example.labels if asked else example.labels.unsqueeze(1).expand(-1, 2)
-    with installed(backend, alone=True):
-        out = replace(example, labels=labels).score(**asked)
-    assert backend.counts == [None]
-    assert (out.stats is not None) == ("stats" in asked)
-
-
-def test_on_a_cpu_nothing_is_speculated() -> None:
-    backend = Speculates()
-    with installed(backend, alone=True):
-        small().score()
-    assert backend.counts == [None]
