@@ -94,6 +94,14 @@ def test_only_a_plain_call_is_speculated(asked: dict[str, Any]) -> None:
     assert (out.stats is not None) == ("stats" in asked)
 
 
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_a_single_pass_over_a_kept_set_is_not_speculated() -> None:
+    fresh, backend = small().fresh(), Speculates()
+    with installed(backend, alone=True):
+        linear_policy_loss(fresh.hidden, fresh.head, fresh.labels, lambda scores, index: scores.log_probs, top_k=3)
+    assert backend.counts == [None]
+
+
 def test_on_a_cpu_nothing_is_speculated() -> None:
     backend = Speculates()
     with installed(backend, alone=True):
