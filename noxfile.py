@@ -7,6 +7,8 @@ The packages come from the working tree. Pins that only this repository's own ru
 
 from __future__ import annotations
 
+import contextlib
+import csv
 import json
 import os
 import shutil
@@ -53,6 +55,27 @@ NEWEST_TRANSFORMERS = "transformers==5.*"
 COMBINATIONS = nox.project.load_toml(ROOT / "tests/release/combinations.toml")
 
 
+def share(venv: Path) -> None:
+    """Makes the large files of `venv` one on disk with those of the other venvs, as uv does; to replace one is safe.
+
+    Eight sessions have a torch and a Triton of their own: 17 GB, and without the copies 5.5.
+    """
+    store = ROOT / ".nox/shared"
+    store.mkdir(exist_ok=True)
+    for record in venv.glob("lib/python*/site-packages/*.dist-info/RECORD"):
+        with record.open(newline="") as lines:
+            large = [(path, digest) for path, digest, size in csv.reader(lines) if int(size or 0) >= 1 << 19 and digest]
+        for path, digest in large:
+            file, shared = record.parents[1] / path, store / digest
+            with contextlib.suppress(OSError):  # a file system without hard links
+                if not shared.exists():
+                    shared.hardlink_to(file)
+                elif not shared.samefile(file):
+                    link = file.with_name(f"{file.name}.link")
+                    link.hardlink_to(shared)
+                    link.replace(file)
+
+
 def install(
     session: nox.Session, names: list[str], *more: str, tests_of: str | None = None, torch: str = TORCH
 ) -> None:
@@ -63,6 +86,7 @@ def install(
     if tests_of:
         wanted += ["--group", f"{FOLDERS[tests_of]}/pyproject.toml:test"]
     session.install(*wanted)
+    share(Path(session.virtualenv.location))
 
 
 def install_megatron(session: nox.Session, release: str) -> None:
@@ -72,6 +96,7 @@ def install_megatron(session: nox.Session, release: str) -> None:
     """
     session.install(NO_COMPILE, TORCH, "numpy", "packaging>=24.2", "triton>=3.5")
     session.install(NO_COMPILE, "--no-deps", "--ignore-requires-python", MEGATRON[release])
+    share(Path(session.virtualenv.location))
 
 
 def run_tests(session: nox.Session, folder: str) -> None:
@@ -120,6 +145,7 @@ def isolation(session: nox.Session) -> None:
         python = venvs / name / ("Scripts" if os.name == "nt" else "bin") / "python"
         wheels = [f"./{path}" for path in dict.fromkeys([FOLDERS["core"], folder])]
         session.run(str(python), "-m", "pip", "install", "-qq", NO_COMPILE, TORCH, *wheels, external=True)
+        share(venvs / name)
     session.run("pytest", "tests/isolation", *session.posargs, env={**ENV, "LOGITLESS_VENVS": str(venvs)})
     shutil.rmtree(venvs)
 
