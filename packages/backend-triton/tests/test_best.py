@@ -15,7 +15,14 @@ from logitless.testing import AllocationGuard
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
-@pytest.mark.parametrize(("k", "option"), [(1, {}), (7, FULL), (290, FULL)], ids=["1-plain", "7-full", "290-full"])
+NEGATIVE = {"scale": -0.7, "bias": True}
+
+
+@pytest.mark.parametrize(
+    ("k", "option"),
+    [(1, {}), (7, NEGATIVE), (7, FULL), (290, FULL)],
+    ids=["1-plain", "7-negative", "7-full", "290-full"],
+)
 def test_of_a_whole_head(k: int, option: dict[str, Any]) -> None:
     example = example_of(9, ignored=False, **option)
     exact = example.to(torch.float64)
@@ -40,6 +47,15 @@ def test_of_equal_logits_the_lowest_id_comes_first(k: int) -> None:
     want_ids, want = reference.top_k_log_probs(hidden, LMHead(weight), k)
     assert torch.equal(ids.cpu(), want_ids)
     torch.testing.assert_close(log_probs.cpu(), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("option", [{}, {**FULL, "softcap": None}, FULL], ids=["plain", "uncapped", "full"])
+def test_a_scale_of_0_makes_ties_of_all(option: dict[str, Any]) -> None:
+    example = example_of(4, ignored=False, **option | {"scale": 0.0})
+    ids, log_probs = top_k_log_probs(example.hidden, example.head, 5, temperature=example.temperature, backend="triton")
+    assert ids.tolist() == [list(range(5))] * 4
+    right = torch.full((4, 5), -math.log(option.get("vocab_size", 300)), device=DEVICE)
+    torch.testing.assert_close(log_probs, right)
 
 
 @pytest.mark.parametrize("k", [3, 5])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from full_logits import DEVICE, FULL, HAS_GPU, STATS, check, example_of
+from full_logits import DEVICE, FULL, HAS_GPU, STATS, check, example_of, several, truth
 
 import logitless
 from logitless._call import make_call
@@ -16,9 +16,22 @@ from logitless._ops import linear_log_probs_op
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
-@pytest.mark.parametrize("option", [{}, FULL], ids=["plain", "full"])
+@pytest.mark.parametrize("option", [{}, {"scale": -0.7, "bias": True}, FULL], ids=["plain", "negative", "full"])
 def test_equals_the_logits_in_full(option: dict[str, Any]) -> None:
     check(example_of(**option))
+
+
+@pytest.mark.parametrize("each", [1, 3])
+@pytest.mark.parametrize("option", [{}, {**FULL, "softcap": None}, FULL], ids=["plain", "uncapped", "full"])
+def test_a_scale_of_0_makes_ties_of_all(option: dict[str, Any], each: int) -> None:
+    example = several(each=each, **option | {"scale": 0.0})
+    got, want = example.run(backend="triton", stats=STATS), truth(example)
+    assert got.scores.stats is not None
+    assert want.scores.stats is not None
+    for name, right in want.scores.stats.items():
+        torch.testing.assert_close(got.scores.stats[name].double(), right.double(), msg=name)
+    torch.testing.assert_close(got.scores.log_probs.double(), want.scores.log_probs, rtol=1e-6, atol=0)
+    assert all(grad is not None and grad.count_nonzero() == 0 for grad in got.gradients.values())
 
 
 def test_change_no_bits() -> None:

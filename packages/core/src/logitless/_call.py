@@ -6,9 +6,10 @@ Shape suffixes: N tokens, n live tokens, K labels of a token, D hidden size, V v
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,12 +23,19 @@ from logitless.errors import InputTypeError
 from logitless.head import LMHead
 from logitless.types import Backend, Problem, Request
 
-__all__ = ["FIRST_ONLY", "Call", "make_call", "spread"]
+__all__ = ["FIRST_ONLY", "Call", "SomeIgnored", "make_call", "spread"]
 
 FIRST_ONLY = (
     "logitless gives first derivatives only: got a backward through the backward (create_graph=True), expected "
     "one pass; take second derivatives from logitless.reference"
 )
+
+
+Found = TypeVar("Found")
+
+
+class SomeIgnored(Exception):
+    """Out of a backend that began before the host knew, as if no token were ignored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +137,22 @@ class Call:
                 span = (self.vocab_start, self.vocab_start + self.weight.shape[0])
                 agreement = Agreement(group, {"op": op, **self.facts, **more}, span, self.vocab_size)
         return Live(self.labels, self.temperature, self.ignore_index, self.vocab_size, self.validate, agreement)
+
+    def solved(self, live: Live, solve: Callable[[bool], Found], wanted: Sequence[str] = ()) -> Found:
+        """What `solve` makes of the call: before the host knows, as if every token were live (True), or of those.
+
+        The wait comes last: what is done before it, the device's work hides. A `solve` that cannot put it off raises
+        `SomeIgnored` where some tokens are.
+        """
+        # Of a plain call only: what else looks at logits again would not leave at once, and gains little.
+        plain = not (wanted or self.truncated or self.labels.ndim == 2)
+        if plain and live.on_device is not None and getattr(self.plugin, "speculates", False):
+            with suppress(SomeIgnored):
+                found = solve(True)
+                if live.indices is None:
+                    return found
+                del found  # its memory first
+        return solve(False)
 
     @property
     def facts(self) -> dict[str, object]:

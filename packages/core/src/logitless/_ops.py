@@ -8,9 +8,9 @@ kernels of a few hundred tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,33 +40,15 @@ _SIZE = len(fields(Call))
 _TENSORS, _LABELS = 7, 5  # of a call, its first fields; the first five are differentiable, and then come labels
 
 
-Found = TypeVar("Found")
-
-
 def _asked(call: Call, entropy: bool, entropy_grad: bool, wanted: Sequence[str]) -> Live:
     """Which tokens are live, asked of the device and not yet read."""
     return call.live("linear_log_probs", entropy=entropy, entropy_grad=entropy_grad, stats=tuple(wanted))
 
 
-def _answered(call: Call, live: Live, wanted: Sequence[str], solve: Callable[[bool], Found]) -> Found:
-    """What `solve` makes of a call: before the host knows, as if every token were live (True), or of those that are.
-
-    The wait comes last: what is done before it, the device's work hides.
-    """
-    # Of a plain call only: what else looks at logits again would not leave at once, and gains little.
-    plain = not (wanted or call.truncated or call.labels.ndim == 2)
-    if plain and live.on_device is not None and getattr(call.plugin, "speculates", False):
-        found = solve(True)
-        if live.indices is None:
-            return found
-        del found  # its memory first
-    return solve(False)
-
-
 def _forward(
     call: Call, live: Live, ahead: bool, entropy: bool, entropy_grad: bool, keep_bytes: int, wanted: Sequence[str]
 ) -> Forwarded:
-    """Scores of all N tokens, and the statistics that are wanted; `ahead` as `_answered` has it."""
+    """Scores of all N tokens, and the statistics that are wanted; `ahead` as `Call.solved` has it."""
     kept_shape = call.kept_shape(entropy, entropy_grad, keep_bytes, wanted)
     problem = call.problem(None, live.on_device) if ahead else call.problem(live.indices, stats=tuple(wanted))
     with plain_arithmetic(call.hidden.device):
@@ -106,7 +88,7 @@ def linear_log_probs_op(*args: Any) -> tuple[Tensor, ...]:
     def solve(ahead: bool) -> Forwarded:
         return _forward(call, live, ahead, entropy, entropy_grad, keep_bytes, wanted)
 
-    out = _answered(call, live, wanted, solve)
+    out = call.solved(live, solve, wanted)
     extras = out.log_probs.new_empty(0, call.labels.shape[0]) if out.extras is None else out.extras
     assert out.entropy is not None
     return out.log_probs, out.entropy, out.stats, *_order(call, live.indices), out.kept, extras
@@ -309,7 +291,7 @@ def scores(
             asked = (live, ahead, *options, wanted, grad_buffer)
             return _Plain.apply(call, asked, *call.differentiable)  # type: ignore[no-untyped-call]
 
-        log_probs, entropies, extras = _answered(call, live, wanted, solve)
+        log_probs, entropies, extras = call.solved(live, solve, wanted)
     return log_probs, entropies, _named(call, extras, wanted) if wanted else None
 
 

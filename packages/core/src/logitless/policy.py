@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -16,11 +15,11 @@ from torch import Tensor
 from torch.autograd import Function
 
 from logitless._arithmetic import plain_arithmetic
-from logitless._call import FIRST_ONLY, Call, make_call, spread
+from logitless._call import FIRST_ONLY, Call, SomeIgnored, make_call, spread
 from logitless._live import Live
 from logitless.errors import InputTypeError, InvalidInputError, LogitlessError, UnsupportedError
 from logitless.head import LMHead
-from logitless.types import Needs, PolicyResult, Problem, TokenLogProbs
+from logitless.types import Needs, PolicyResult, TokenLogProbs
 
 __all__ = ["LossFn", "linear_policy_loss"]
 
@@ -46,10 +45,6 @@ def _foreign_leaf(contributions: Tensor, leaves: list[Tensor]) -> bool:
     return False
 
 
-class _SomeIgnored(Exception):
-    """Out of a backend that began before the host knew, as if no token were ignored."""
-
-
 class _ChunkLoss:
     """The caller's `loss_fn` as a backend's `TokenLoss`: checks what it returns and sums the loss.
 
@@ -73,7 +68,7 @@ class _ChunkLoss:
 
     def __call__(self, log_probs: Tensor, entropy: Tensor | None, tokens: range) -> tuple[Tensor, Tensor | None] | None:
         if self.live.count != self.order.shape[0]:  # here the host waits, no sooner than `loss_fn` has to run
-            raise _SomeIgnored
+            raise SomeIgnored
         index = self.order[tokens.start : tokens.stop]
         ignored = None
         if not self.call.validate:  # nothing was compacted: what the loss says of ignored tokens is dropped
@@ -102,7 +97,8 @@ class _ChunkLoss:
                 "loss_fn: its result does not depend on the scores, or was computed without gradient; nothing would "
                 "be trained. Take out no_grad and detach, or call it all under torch.no_grad()"
             )
-        grads = torch.autograd.grad(contributions, leaves, torch.ones_like(contributions), allow_unused=True)
+        with torch.autograd.set_multithreading_enabled(False):  # to wake a thread takes longer than so small a graph
+            grads = torch.autograd.grad(contributions, leaves, torch.ones_like(contributions), allow_unused=True)
         if ignored is not None:
             grads = tuple(None if grad is None else grad.masked_fill(ignored, 0.0) for grad in grads)
         return (
@@ -141,20 +137,15 @@ class _PolicyLoss(Function):
         gradients = (with_grad, settings["entropy_grad"], call.reduce_hidden_grad and (needs[0], needs[3]))
         live, n_tokens = call.live("linear_policy_loss", entropy=entropy, gradients=gradients), call.labels.shape[0]
 
-        def solved(problem: Problem) -> tuple[PolicyResult, Tensor]:
+        def solve(ahead: bool) -> tuple[PolicyResult, Tensor]:
+            problem = call.problem(None, live.on_device) if ahead else call.problem(live.indices)
             order = torch.arange(n_tokens, device=call.labels.device) if problem.live is None else problem.live
             token_loss = _ChunkLoss(call, live, order, settings["loss_fn"], settings["entropy_grad"], with_grad)
             options = {"entropy": entropy, "needs": Needs(*needs), "grad_buffer": grad_buffer}
             with plain_arithmetic(call.hidden.device):
                 return call.plugin.policy_loss(problem, token_loss=token_loss, **options), token_loss.total()
 
-        found = None
-        if live.on_device is not None and not call.truncated and getattr(call.plugin, "speculates", False):
-            with suppress(_SomeIgnored):
-                found = solved(call.problem(None, live.on_device))
-        if found is None:
-            found = solved(call.problem(live.indices))
-        (out, total), index = found, live.indices
+        (out, total), index = call.solved(live, solve), live.indices
         log_probs = spread(out.log_probs, index, n_tokens)
         entropies = log_probs.new_empty(0) if out.entropy is None else spread(out.entropy, index, n_tokens)
         if not call.validate:
@@ -220,7 +211,7 @@ def linear_policy_loss(
     Args:
         hidden, head, labels and all keywords: as in `linear_log_probs`; one label for each hidden state. With
             `head.grad_buffer` the buffer is filled in the forward, so the loss must be the one that is differentiated:
-            an upstream gradient other than 1 raises.
+            an upstream gradient other than 1 raises. What a call that raises had added to the buffer stays there.
         loss_fn: `loss_fn(scores, token_index) -> [m]`, called for one chunk of tokens at a time. `scores` are the
             chunk's `TokenLogProbs` [m], `token_index` [m] its tokens' places in `labels.flatten()`, with which it
             takes its slice of advantages or old log-probs. It returns each token's contribution, already weighted
