@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import logitless
 from logitless._call import make_call
 from logitless._live import Live
 from logitless._ops import linear_log_probs_op
+from logitless.testing import Example
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -21,10 +23,10 @@ def test_equals_the_logits_in_full(option: dict[str, Any]) -> None:
     check(example_of(**option))
 
 
-@pytest.mark.parametrize("each", [1, 3])
+@pytest.mark.parametrize("labels", [example_of, several], ids=["one", "several"])
 @pytest.mark.parametrize("option", [{}, {**FULL, "softcap": None}, FULL], ids=["plain", "uncapped", "full"])
-def test_a_scale_of_0_makes_ties_of_all(option: dict[str, Any], each: int) -> None:
-    example = several(each=each, **option | {"scale": 0.0})
+def test_a_scale_of_0_makes_ties_of_all(option: dict[str, Any], labels: Callable[..., Example]) -> None:
+    example = labels(**option | {"scale": 0.0})
     got, want = example.run(backend="triton", stats=STATS), truth(example)
     assert got.scores.stats is not None
     assert want.scores.stats is not None
