@@ -99,6 +99,14 @@ def test_arrows_point_to_core(path: Path) -> None:
     assert ours <= ARROWS[package]
 
 
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.stem)
+def test_compiles_on_the_oldest_torch(path: Path) -> None:
+    """torch.compile on torch 2.9 knows no `isinstance(x, A | B)`, which is what ran into it."""
+    calls = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
+    asked = (call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "isinstance")
+    assert not [call.lineno for call in asked if isinstance(call.args[1], ast.BinOp)]
+
+
 def test_uv_takes_every_sibling_from_the_tree() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert set(settings["tool"]["uv"]["sources"]) == set(PROJECTS)

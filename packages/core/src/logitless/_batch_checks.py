@@ -52,7 +52,7 @@ def check_tensor(name: str, x: object) -> None:
 def as_tensors(name: str, parts: Any, device: Any) -> list[Tensor]:
     """One tensor for each of a list of sequences, each of one dimension or more."""
     if (
-        not isinstance(parts, Sequence | Tensor)
+        not isinstance(parts, (Sequence, Tensor))
         or isinstance(parts, str)
         or (isinstance(parts, Tensor) and not parts.ndim)
     ):

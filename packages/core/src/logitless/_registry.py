@@ -156,7 +156,7 @@ def use_backend(name: str) -> Iterator[None]:
 
 def requested_backend(argument: str | None) -> str | None:
     """The name that somebody asked for: argument, then `use_backend`, then LOGITLESS_BACKEND; None if nobody did."""
-    if not isinstance(argument, str | None):
+    if not isinstance(argument, (str, type(None))):
         raise InputTypeError(f"backend: got {type(argument).__qualname__}, expected a name or None")
     return argument or _override.get() or os.environ.get(ENVIRONMENT) or None
 

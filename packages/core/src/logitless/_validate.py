@@ -76,14 +76,14 @@ def _check_head(head: LMHead, device: torch.device, hidden_size: int, leading: t
     if head.softcap is not None:
         _positive("head.softcap", head.softcap)
     for name, value, least in (("vocab_size", head.vocab_size, 1), ("vocab_start", head.vocab_start, 0)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | torch.SymInt)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, torch.SymInt))):
             raise InputTypeError(f"head.{name}: got {type(value).__qualname__}, expected an int or None")
         if value is not None and value < least:
             raise InvalidInputError(f"head.{name}: got {value}, expected at least {least}")
-    if not isinstance(head.lora, tuple | list):
+    if not isinstance(head.lora, (tuple, list)):
         raise InputTypeError(f"head.lora: got {type(head.lora).__qualname__}, expected a tuple or list of pairs (u, b)")
     for i, pair in enumerate(head.lora):
-        if not isinstance(pair, tuple | list) or len(pair) != 2:
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             raise InputTypeError(f"head.lora[{i}]: expected a pair (u [..., r], b [V, r])")
         u, b = (
             _tensor(f"head.lora[{i}].{name}", value, device, FLOATS) for name, value in zip("ub", pair, strict=True)

@@ -99,7 +99,7 @@ def top_k_log_probs(
         best=True,
         **options,
     )
-    if isinstance(k, bool) or not isinstance(k, int | torch.SymInt):
+    if isinstance(k, bool) or not isinstance(k, (int, torch.SymInt)):
         raise InputTypeError(f"k: got {type(k).__qualname__}, expected an int")
     if not 1 <= k <= call.vocab_size:
         raise InvalidInputError(f"k: got {k}, expected 1 to the vocabulary's size, {call.vocab_size}")
