@@ -89,12 +89,12 @@ def install(
     share(Path(session.virtualenv.location))
 
 
-def install_megatron(session: nox.Session, release: str) -> None:
+def install_megatron(session: nox.Session, release: str, torch: str = TORCH) -> None:
     """Megatron-Core as the adapter's tests need it.
 
     From 0.17 on it states Python 3.12, for which its wheels are built; its source runs on 3.10 all the same.
     """
-    session.install(NO_COMPILE, TORCH, "numpy", "packaging>=24.2", "triton>=3.5")
+    session.install(NO_COMPILE, torch, "numpy", "packaging>=24.2", "triton>=3.5")
     session.install(NO_COMPILE, "--no-deps", "--ignore-requires-python", MEGATRON[release])
     share(Path(session.virtualenv.location))
 
@@ -287,7 +287,7 @@ def compat(session: nox.Session, combination: str) -> None:
     package, torch = asked["tests"], asked.get("torch", TORCH)
     install(session, TESTED_WITH[package], *asked.get("requires", []), tests_of=package, torch=torch)
     if "megatron" in asked:
-        install_megatron(session, asked["megatron"])
+        install_megatron(session, asked["megatron"], torch)
     junit = Path(session.create_tmp()) / "junit.xml"
     command = ["pytest", f"{FOLDERS[package]}/tests", f"--junitxml={junit}", *session.posargs]
     session.run(*command, env=ENV, success_codes=[0, 1])
