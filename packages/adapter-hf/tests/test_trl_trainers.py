@@ -222,6 +222,29 @@ def test_lora_on_the_head_equals_full_logits(
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
 
 
+def test_a_warning_of_trl_tells_the_users_line(make_model: Any, tokenizer: Any, tmp_path: Path) -> None:
+    made, path = with_logitless(SFTTrainer), str(tmp_path)
+
+    class Above(SFTTrainer):  # type: ignore[misc]
+        def __init__(self, **kwargs: Any) -> None:
+            super().__init__(**kwargs)
+
+    class Below(made):  # type: ignore[misc, valid-type]
+        def __init__(self, **kwargs: Any) -> None:
+            super().__init__(**kwargs)
+
+    make_model("llama", torch.float32).save_pretrained(path)
+    lines = []
+    for trainer in (SFTTrainer, made, Above, with_logitless(Above), Below):
+        with pytest.warns(FutureWarning, match="`label_smoothing_factor` is deprecated") as found:
+            build(trainer, path, [{"prompt": "w5", "completion": "w6"}] * 5, tokenizer, label_smoothing_factor=0.1)
+        lines += [(w.filename, w.lineno) for w in found if "label_smoothing_factor" in str(w.message)]
+    stock, ours, above, ours_above, below = lines
+    assert ours == stock
+    assert ours_above == above
+    assert below == (above[0], above[1] + 4)
+
+
 class Curious:
     def __init__(self, model: Any) -> None:
         add_fused_lm_head(model, outputs=("log_probs", "is_top1", "varentropy"))

@@ -10,10 +10,12 @@ TRL is not imported: who passes a trainer has it. Shapes: B rows, S positions; s
 from __future__ import annotations
 
 import inspect
+import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FunctionType, MethodType
+from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -245,6 +247,15 @@ def _check_call(name: str, cast_lm_head_to_fp32: bool, outputs: tuple[str, ...])
         )
 
 
+def _warn(message: Any, category: Any = None, stacklevel: int = 1, source: Any = None) -> None:
+    """`warnings.warn` for code of TRL that runs here: counts no frame of this file, so that the user's line is told."""
+    frame, level = sys._getframe(1), 2
+    while stacklevel > 1 and frame.f_back is not None:
+        frame, level = frame.f_back, level + 1
+        stacklevel -= frame.f_code.co_filename != __file__
+    warnings.warn(message, category, level, source)
+
+
 def _interposed(owner: Any, function: Any, backend: str | None, entropy_grad: bool, keep: int) -> Any:
     """A subclass of `owner`, to stand right before it, whose `__init__` is `owner`'s with our heads."""
     init: Any = owner.__dict__["__init__"]
@@ -262,7 +273,8 @@ def _interposed(owner: Any, function: Any, backend: str | None, entropy_grad: bo
             _check_call(name, cast_lm_head_to_fp32, outputs)
             _add(model, Scoring(output, float(temperature), tuple(outputs), entropy_grad, keep), backend)
 
-        names = {**init.__globals__, SEAM: add}
+        told = SimpleNamespace(**{**vars(warnings), "warn": _warn})
+        names = {**init.__globals__, SEAM: add, "warnings": told}
         # An instance of nothing: TRL refuses LoRA on the head, which is served here. AsyncGRPOTrainer imports the name
         # within its __init__, so its refusal stays.
         if "BaseTunerLayer" in names:
