@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from logitless.testing import MemoryTracker
 from logitless.testing.example import random_example
 from logitless.types import Request
 from logitless_triton import backward, policy
+from logitless_triton.held import Held
 from logitless_triton.plan import plan
 
 HAS_GPU = torch.cuda.is_available()
@@ -98,6 +100,26 @@ def test_says_the_chunks_whose_logits_are_held(monkeypatch: pytest.MonkeyPatch) 
     logitless.linear_policy_loss(example.hidden, example.head, example.labels, lambda s, i: s.log_probs, **options)
     assert chunks == [said.single_pass_tokens, n - said.single_pass_tokens]
     assert "holds their logits, and keeps nothing" in str(said)
+
+
+@pytest.mark.parametrize(
+    ("asked", "ranks", "tokens"),
+    [({"stats": ("is_argmax",)}, 1, 3), ({"kept_set": True}, 1, 2), ({"kept_set": True}, 2, 3), ({"best": True}, 2, 2)],
+    ids=["stats", "kept", "kept by ranks", "best by ranks"],
+)
+def test_a_short_list_takes_room_where_there_is_one(asked: dict[str, Any], ranks: int, tokens: int) -> None:
+    """Ranks that find a threshold together have none."""
+    said = plan(request_of(6, 5000 // ranks, 16, workspace_bytes=75_000, group_size=ranks, **asked))
+    group = SimpleNamespace(size=lambda: ranks) if ranks > 1 else None
+    work: Any = SimpleNamespace(
+        problem=SimpleNamespace(vocab_size=5000, workspace_bytes=75_000, group=group),
+        config=said.tiles,
+        head=SimpleNamespace(valid=5000 // ranks),
+        n=6,
+        truncated="kept_set" in asked,
+        empty=torch.empty,
+    )
+    assert Held(work, int("best" in asked)).chunk == said.forward_tokens == tokens
 
 
 def test_can_be_read() -> None:

@@ -51,7 +51,8 @@ class Held:
         p, width = work.problem, work.config.forward.columns
         self.work, self.width = work, width
         everyones = best if p.group is None else best * p.group.size()
-        self.chunk = held_rows(work.n, p.vocab_size, width, p.workspace_bytes, everyones)
+        short = best > 0 or (work.truncated and p.group is None)
+        self.chunk = held_rows(work.n, p.vocab_size, width, p.workspace_bytes, short=short, best=everyones)
         self.tiles = ceil_div(work.head.valid, width)
         self.buffer = work.empty(min(self.chunk, work.n), self.tiles * width)
 

@@ -119,16 +119,17 @@ def shortlist_length(columns: int) -> int:
     return 0 if columns <= SAMPLE else (columns + 10 * STEP - 1) // (10 * STEP) * STEP
 
 
-def held_rows(n: int, vocab_size: int, width: int, workspace_bytes: int, best: int = 0) -> int:
+def held_rows(n: int, vocab_size: int, width: int, workspace_bytes: int, *, short: bool, best: int = 0) -> int:
     """Tokens whose logits, with what is found among them, fit the workspace; one at least, chunks of nearly one size.
 
     Args:
         vocab_size: of all ranks, which must chunk alike.
+        short: whether each token has a short list.
         best: of a token, how many of its largest logits all ranks together hold.
     """
     tiles = (vocab_size + width - 1) // width
     row = tiles * (4 * width + 12 + 4) + 512  # logits, partial statistics, a list of tiles, and a token's numbers
-    length = shortlist_length(tiles * width)
+    length = shortlist_length(tiles * width) if short else 0
     row += 4 * length + (512 if length else 0)  # and how many of them each of 128 lanes has
     row += 64 * best  # ids and values, and both in order: 53 bytes of each, counted
     fit = max(1, min(CHUNK, (workspace_bytes - 16 * 12 * tiles) // row))

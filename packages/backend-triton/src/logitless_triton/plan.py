@@ -83,7 +83,8 @@ def plan(request: Request, keep_bytes: int = 0) -> Plan:
     chunk, keeps = single_pass_chunk(n, vocab_size, width, operand, request.workspace_bytes)
     rows = partials_rows(vocab_size, width, request.workspace_bytes)
     if request.features:
-        rows = held_rows(n, vocab_size, width, request.workspace_bytes)
+        short = request.best or (request.kept_set and request.group_size == 1)
+        rows = held_rows(n, vocab_size, width, request.workspace_bytes, short=short)
     if request.kept_set:
         chunk, keeps = rows, False
     return Plan(
