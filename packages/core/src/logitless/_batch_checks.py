@@ -21,6 +21,7 @@ __all__ = [
     "check_ids",
     "check_int",
     "check_like",
+    "check_rows",
     "check_tensor",
 ]
 
@@ -47,6 +48,14 @@ def check_tensor(name: str, x: object) -> None:
         raise InputTypeError(f"{name}: got {type(x).__qualname__}, expected a tensor")
     if x.layout not in (torch.strided, torch.jagged):
         raise InvalidInputError(f"{name}: got layout {x.layout}, expected a dense tensor; call to_dense()")
+
+
+def check_rows(name: str, x: Any, count: int, shape: str, row: str) -> None:
+    check_tensor(name, x)
+    if x.ndim == 0 or x.is_nested:
+        raise InputTypeError(f"{name}: got {type(x).__qualname__}, expected a tensor {shape}, a row for each {row}")
+    if x.shape[0] != count:
+        raise InvalidInputError(f"{name}: got {x.shape[0]} rows, expected {count}, one for each {row}")
 
 
 def as_tensors(name: str, parts: Any, device: Any) -> list[Tensor]:

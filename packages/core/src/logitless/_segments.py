@@ -22,6 +22,7 @@ __all__ = [
     "jagged_values",
     "last_tokens",
     "lengths_fields",
+    "placed",
     "ramp",
     "shard_index",
     "split_bins",
@@ -50,6 +51,11 @@ def last_tokens(lengths: Sequence[int], device: torch.device | str) -> Tensor:
     """Index of each sequence's last token among the true tokens; empty sequences have none."""
     ends = [end - 1 for end, length in zip(cumulated(lengths)[1:], lengths, strict=True) if length]
     return torch.tensor(ends, dtype=torch.int64, device=device)
+
+
+def placed(x: Tensor, index: Tensor, size: int, fill: float) -> Tensor:
+    """[size, ...] with x's rows at these indices, and `fill` elsewhere."""
+    return x.new_full((size, *x.shape[1:]), fill).index_copy(0, index, x)
 
 
 def shard_index(

@@ -16,30 +16,21 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from logitless._batch_checks import (
-    as_tensors,
-    check_align,
-    check_device,
-    check_flat,
-    check_gathered,
-    check_ids,
-    check_int,
-    check_like,
-    check_tensor,
-)
+from logitless._batch_checks import check_align, check_gathered, check_int, check_rows
+from logitless._origin import Origin, TrueTokens, listed_tokens, nested_tokens, padded_tokens
 from logitless._segments import (
     Scheme,
     cumulated,
     fill_bins,
-    jagged_values,
     last_tokens,
     lengths_fields,
+    placed,
     ramp,
     shard_index,
     split_bins,
 )
 from logitless.collectives import all_reduce_max, gather_own_gradient
-from logitless.errors import InputTypeError, InvalidInputError
+from logitless.errors import InvalidInputError
 
 __all__ = ["IGNORE_INDEX", "PackedBatch", "PaddedBatch"]
 
@@ -65,22 +56,12 @@ class PaddedBatch:
     def to_rows(self, x: Tensor, fill: float = 0.0) -> Tensor:
         """[T, ...] in the packed batch's order into these rows: [B, S, ...]."""
         rows, columns = self.input_ids.shape
-        flat = x.new_full((rows * columns, *x.shape[1:]), fill).index_copy(0, self.index, x)
-        return flat.view(rows, columns, *x.shape[1:])
+        return placed(x, self.index, rows * columns, fill).view(rows, columns, *x.shape[1:])
 
     def packed_index(self, flat: Tensor) -> Tensor:
         """Where tokens with these indices in the flattened rows stand in the packed batch."""
         packed = torch.arange(self.index.shape[0], device=flat.device)
         return flat.new_zeros(self.input_ids.numel()).index_copy(0, self.index, packed).index_select(0, flat)
-
-
-@dataclass(frozen=True, slots=True)
-class _Origin:
-    """The layout that a batch came from."""
-
-    kind: Literal["padded", "nested", "list"]
-    shape: tuple[int, ...]  # padded: (B, S); else (M,)
-    offsets: Tensor  # [B+1] of the true lengths
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +93,7 @@ class PackedBatch:
     shard_of: tuple[int, int, Scheme] | None
     source_M: Tensor  # where each true token stands in the flattened origin
     place_M: Tensor  # where it stands in the packed row
-    origin: _Origin
+    origin: Origin
 
     # --- making one -----------------------------------------------------------------------------------------------
 
@@ -135,25 +116,7 @@ class PackedBatch:
             position_ids: [B, S], or [3, B, S], [4, B, S]; by default each sequence counts from 0.
             align: each sequence is padded to a multiple of this.
         """
-        check_ids("input_ids", input_ids, 2)
-        check_like("attention_mask", attention_mask, input_ids)
-        check_align(align)
-        rows, columns = input_ids.shape
-        mask = attention_mask != 0
-        odd = (mask & (attention_mask != 1)).sum(1)
-        lengths, odds = torch.stack((mask.sum(1), odd)).tolist()  # the one copy
-        if any(odds):
-            raise InvalidInputError("attention_mask: got values other than 0 and 1, expected a mask of tokens")
-        source_M = torch.nonzero_static(mask.flatten(), size=sum(lengths)).squeeze(1)
-        if position_ids is not None:
-            check_tensor("position_ids", position_ids)
-            check_like("position_ids", position_ids[0] if position_ids.ndim == 3 else position_ids, input_ids)
-            position_ids = position_ids.flatten(-2).index_select(-1, source_M)
-        if loss_mask is not None:
-            check_like("loss_mask", loss_mask, input_ids)
-            loss_mask = loss_mask.flatten().index_select(0, source_M)
-        ids_M = input_ids.flatten().index_select(0, source_M)
-        return _build(ids_M, lengths, loss_mask, position_ids, align, source_M, ("padded", (rows, columns)))
+        return _build(padded_tokens(input_ids, attention_mask, loss_mask, position_ids), align)
 
     @classmethod
     def from_nested(
@@ -165,28 +128,7 @@ class PackedBatch:
         align: int = 1,
     ) -> PackedBatch:
         """From a jagged nested tensor of ids [B, j]; masks and positions are nested alike (or position_ids [k, M])."""
-        if not (isinstance(input_ids, Tensor) and input_ids.is_nested and input_ids.layout == torch.jagged):
-            raise InputTypeError("input_ids: expected a nested tensor of layout torch.jagged [B, j]; see from_padded")
-        check_align(align)
-        ids_M, lengths = jagged_values(input_ids)
-        check_ids("input_ids", ids_M, 1)
-
-        def values(name: str, x: Tensor | None) -> Tensor | None:
-            if x is None:
-                return None
-            check_tensor(name, x)
-            if not x.is_nested:
-                return x
-            found, own = jagged_values(x)
-            if own != lengths:
-                raise InvalidInputError(f"{name}: got lengths {own}, expected those of input_ids, {lengths}")
-            return found
-
-        loss_M, position_M = values("loss_mask", loss_mask), values("position_ids", position_ids)
-        check_flat("loss_mask", loss_M, ids_M)
-        check_flat("position_ids", position_M, ids_M, most=2)
-        source_M = torch.arange(ids_M.shape[0], device=ids_M.device)
-        return _build(ids_M, lengths, loss_M, position_M, align, source_M, ("nested", (ids_M.shape[0],)))
+        return _build(nested_tokens(input_ids, loss_mask, position_ids), align)
 
     @classmethod
     def from_sequences(
@@ -199,27 +141,7 @@ class PackedBatch:
         device: torch.device | str | None = None,
     ) -> PackedBatch:
         """From a list of id sequences (tensors [L] or lists of ints); masks and positions are lists alike."""
-        check_align(align)
-        check_device(device)
-        # torch takes [] as floats
-        ids = [x if x.numel() else x.long() for x in as_tensors("input_ids", input_ids, device)]
-        for i, x in enumerate(ids):
-            check_ids(f"input_ids[{i}]", x, 1)
-        lengths = [x.shape[0] for x in ids]
-
-        def joined(name: str, parts: Sequence[Any] | None) -> Tensor | None:
-            if parts is None:
-                return None
-            tensors = as_tensors(name, parts, device)
-            own = [x.shape[-1] for x in tensors]
-            if own != lengths:
-                raise InvalidInputError(f"{name}: got lengths {own}, expected those of input_ids, {lengths}")
-            return torch.cat(tensors, dim=-1) if tensors else None
-
-        ids_M = torch.cat(ids) if ids else torch.zeros(0, dtype=torch.int64, device=device)
-        loss_M, position_M = joined("loss_mask", loss_mask), joined("position_ids", position_ids)
-        source_M = torch.arange(ids_M.shape[0], device=ids_M.device)
-        return _build(ids_M, lengths, loss_M, position_M, align, source_M, ("list", (ids_M.shape[0],)))
+        return _build(listed_tokens(input_ids, loss_mask, position_ids, device), align)
 
     # --- values along with it -------------------------------------------------------------------------------------
 
@@ -236,35 +158,21 @@ class PackedBatch:
         """
         if of == "sequence":
             return self._own(self._spread(x, fill))
-        flat = self._flatten(x)
+        flat = self.origin.flatten(x)
         if of == "prediction":
             source, place = self.source_M, self.place_M
         elif of == "token":
             source, place = self.source_M[1:], self.place_M[:-1]  # token t is predicted one place before it
         else:
             raise InvalidInputError(f"of: got {of!r}, expected 'token', 'prediction' or 'sequence'")
-        out = flat.new_full((sum(self.padded_lengths), *flat.shape[1:]), fill)
-        out = out.index_copy(0, place, flat.index_select(0, source))
+        out = placed(flat.index_select(0, source), place, sum(self.padded_lengths), fill)
         return self._own(out.index_fill(0, self._last_places(), fill) if of == "token" else out)
 
     def unpack(self, x: Tensor, fill: float = 0.0) -> Any:
         """[T, ...] in batch order back into the origin's layout; `fill` where it holds no token of the batch."""
         self._whole("unpack")
-        check_tensor("x", x)
-        if x.ndim == 0 or x.is_nested:
-            raise InputTypeError(f"x: got {type(x).__qualname__}, expected a tensor [T, ...] in batch order")
-        if x.shape[0] != sum(self.padded_lengths):
-            raise InvalidInputError(
-                f"x: got {x.shape[0]} rows, expected {sum(self.padded_lengths)}, one for each packed token"
-            )
-        values = x.index_select(0, self.place_M)
-        if self.origin.kind == "padded":
-            rows, columns = self.origin.shape
-            out = x.new_full((rows * columns, *x.shape[1:]), fill).index_copy(0, self.source_M, values)
-            return out.view(rows, columns, *x.shape[1:])
-        if self.origin.kind == "list":
-            return list(torch.split(values, list(self.lengths)))[: len(self.sequences)]
-        return torch.nested.nested_tensor_from_jagged(values, self.origin.offsets)
+        check_rows("x", x, sum(self.padded_lengths), "[T, ...]", "packed token")
+        return self.origin.restore(x.index_select(0, self.place_M), self.source_M, fill)
 
     def to_padded(self) -> PaddedBatch:
         """Rows aligned left, as wide as the longest padded sequence, for models that take [B, S]."""
@@ -367,38 +275,11 @@ class PackedBatch:
             return x
         return x.index_select(0, shard_index(self.padded_lengths, *self.shard_of, x.device))
 
-    def _flatten(self, x: Any) -> Tensor:
-        """Values in the origin's layout as [positions, ...]."""
-        if self.origin.kind == "padded":
-            if not isinstance(x, Tensor) or tuple(x.shape[:2]) != self.origin.shape:
-                got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__qualname__
-                raise InvalidInputError(
-                    f"x: got {got}, expected a tensor {self.origin.shape} + trailing dimensions: a value for each "
-                    "position, the first of a sequence too; for one value a sequence, of='sequence'"
-                )
-            return x.flatten(0, 1)
-        if isinstance(x, Tensor) and x.is_nested:
-            x, lengths = jagged_values(x)
-        else:
-            parts = as_tensors("x", x, self.input_ids.device)
-            lengths = [part.shape[0] for part in parts]
-            x = torch.cat(parts) if parts else torch.zeros(0, device=self.input_ids.device)
-        expected = self.lengths[: len(self.sequences)]  # an idle batch stands for no sequence
-        if tuple(lengths) != expected:
-            raise InvalidInputError(f"x: got lengths {list(lengths)}, expected {list(expected)}")
-        flat: Tensor = x
-        return flat
-
     def _spread(self, x: Tensor, fill: float) -> Tensor:
         """[B, ...] to [T, ...]."""
-        check_tensor("x", x)
-        if x.ndim == 0 or x.is_nested:
-            raise InputTypeError(f"x: got {type(x).__qualname__}, expected a tensor [B, ...], a row for each sequence")
-        if x.shape[0] != len(self.sequences):
-            raise InvalidInputError(f"x: got {x.shape[0]} rows, expected {len(self.sequences)}, one for each sequence")
+        check_rows("x", x, len(self.sequences), "[B, ...]", "sequence")
         row_M, _ = ramp(self.lengths, x.device)
-        out = x.new_full((sum(self.padded_lengths), *x.shape[1:]), fill)
-        return out.index_copy(0, self.place_M, x.index_select(0, row_M))
+        return placed(x.index_select(0, row_M), self.place_M, sum(self.padded_lengths), fill)
 
     def _last_places(self) -> Tensor:
         """Where each sequence's last true token stands: what it would predict is not there."""
@@ -416,13 +297,7 @@ class PackedBatch:
         row_T, offset_T = ramp(padded_lengths, device)
         padded_begins = self.cu_seqlens_padded[:-1].long().index_select(0, chosen)
         packed_T = padded_begins.index_select(0, row_T) + offset_T
-        if self.origin.kind == "padded":
-            columns = self.origin.shape[1]
-            source_M = row_M * columns + self.source_M.index_select(0, true_M) % max(columns, 1)
-            shape: tuple[int, ...] = (len(members), columns)
-        else:
-            source_M = torch.arange(row_M.shape[0], device=device)
-            shape = (row_M.shape[0],)
+        origin, source_M = self.origin.select(self.source_M.index_select(0, true_M), row_M, lengths)
         return PackedBatch(
             input_ids=self.input_ids.index_select(0, packed_T),
             position_ids=self.position_ids.index_select(-1, packed_T),
@@ -430,7 +305,7 @@ class PackedBatch:
             sequences=tuple(self.sequences[i] for i in members),
             shard_of=None,
             source_M=source_M,
-            origin=_Origin(self.origin.kind, shape, torch.tensor(cumulated(lengths), device=device)),
+            origin=origin,
             **lengths_fields(lengths, padded_lengths, device),
         )
 
@@ -438,29 +313,24 @@ class PackedBatch:
         """One sequence of no true tokens, as long as the shortest packed one: nothing to score, but it runs."""
         width = min((size for size in self.padded_lengths if size), default=1)
         device = self.input_ids.device
-        columns = self.origin.shape[1:]
+        none = self.source_M[:0]
+        origin, source_M = self.origin.select(none, none, ())
         return PackedBatch(
             input_ids=self.input_ids.new_zeros(width),
             position_ids=torch.arange(width, device=device).expand(*self.position_ids.shape[:-1], width),
             labels=self.labels.new_full((width,), IGNORE_INDEX),
             sequences=(),
             shard_of=None,
-            source_M=self.source_M[:0],
-            origin=_Origin(self.origin.kind, (0, *columns), torch.zeros(1, dtype=torch.int64, device=device)),
+            source_M=source_M,
+            origin=origin,
             **lengths_fields((0,), (width,), device),
         )
 
 
-def _build(
-    ids_M: Tensor,
-    lengths: Sequence[int],
-    loss_M: Tensor | None,
-    position_M: Tensor | None,
-    align: int,
-    source_M: Tensor,
-    origin: tuple[Literal["padded", "nested", "list"], tuple[int, ...]],
-) -> PackedBatch:
+def _build(tokens: TrueTokens, align: int) -> PackedBatch:
     """A batch from its true tokens, one after another."""
+    check_align(align)
+    ids_M, loss_M, position_M, lengths = tokens.ids_M, tokens.loss_M, tokens.position_M, tokens.origin.lengths
     device = ids_M.device
     if ids_M.dtype not in (torch.int32, torch.int64):  # what embeddings take
         ids_M = ids_M.long()
@@ -488,7 +358,7 @@ def _build(
         labels=label_M.new_full((total,), IGNORE_INDEX).index_copy(0, place_M, label_M),
         sequences=tuple(range(len(lengths))),
         shard_of=None,
-        source_M=source_M,
-        origin=_Origin(*origin, torch.tensor(cumulated(lengths), device=device)),
+        source_M=tokens.source_M,
+        origin=tokens.origin,
         **fields,
     )
