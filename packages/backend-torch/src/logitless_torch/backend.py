@@ -30,8 +30,11 @@ class TorchBackend:
         """Room for the fp32 (fp64) logits of as many tiles as `keep_bytes` allows; none with a kept set."""
         if request.kept_set:
             return (0,)
-        wide = torch.float64 in (request.hidden_dtype, request.weight_dtype)
-        return (min(keep_bytes, request.n_tokens * request.vocab_rows * (8 if wide else 4)) // 8 * 8,)
+        return (min(keep_bytes, _logits_bytes(request)) // 8 * 8,)
+
+    def kl_kept_shape(self, request: Request, keep_bytes: int) -> tuple[int, ...]:
+        """Room for the logits of both heads, as `kept_shape`."""
+        return (min(keep_bytes, 2 * _logits_bytes(request)) // 16 * 16,)
 
     forward = staticmethod(forward)
     backward = staticmethod(backward)
@@ -39,3 +42,8 @@ class TorchBackend:
     top_k_log_probs = staticmethod(top_k_log_probs)
     kl_forward = staticmethod(kl_forward)
     kl_backward = staticmethod(kl_backward)
+
+
+def _logits_bytes(request: Request) -> int:
+    wide = torch.float64 in (request.hidden_dtype, request.weight_dtype)
+    return request.n_tokens * request.vocab_rows * (8 if wide else 4)

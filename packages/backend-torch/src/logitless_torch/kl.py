@@ -6,6 +6,7 @@ the divergence, a, over the other, b,
     gap = Σ e^(z_a−M_a)·((z_a − M_a) − (z_b − M_b))        KL(a‖b) = gap/S_a + log S_b − log S_a
 
 in one sweep. Jensen-Shannon weighs logarithms of a mixture, so it takes another one, when both normalisers are known.
+What is kept are both heads' logits of the leading tiles: every sweep but the first reads them.
 
 Shape suffixes: n live tokens, R rows (tokens) of a tile, C columns (vocab rows) of a tile; index 0 is the student's, 1
 the teacher's.
@@ -23,7 +24,7 @@ from logitless.collectives import gather_stacked
 from logitless.types import Gradients, Needs, Problem
 from logitless_torch.backward import NEGLIGIBLE, Sums
 from logitless_torch.forward import FLOOR
-from logitless_torch.tiles import Columns, Rows, TilePlan
+from logitless_torch.tiles import Columns, KeptTiles, Rows, TilePlan
 
 __all__ = ["kl_backward", "kl_forward"]
 
@@ -31,17 +32,21 @@ LOWEST = -1e30  # where maxima start: finite, and so are the differences of two
 
 
 class Plans:
-    """Both heads' tiles, cut alike; each may take half of the workspace."""
+    """Both heads' tiles, cut alike; each may take half of the workspace, and of what is kept."""
 
-    def __init__(self, student: Problem, teacher: Problem) -> None:
+    def __init__(self, student: Problem, teacher: Problem, kept: Tensor | None) -> None:
         halves = (replace(p, workspace_bytes=max(1, p.workspace_bytes // 2)) for p in (student, teacher))
         self.both = (TilePlan(next(halves)), TilePlan(next(halves)))
         for name in ("rows", "columns"):
             least = min(getattr(plan, name) for plan in self.both)
             for plan in self.both:
                 setattr(plan, name, least)
+        self.halves = student.hidden.new_empty(2, 0, dtype=torch.uint8) if kept is None else kept.view(2, -1)
 
-    def each_columns(self) -> Iterator[tuple[Columns, Columns]]:
+    def sweep(self, *, again: bool) -> Iterator[tuple[Columns, Columns]]:
+        """The blocks of columns, of which each tile's logits are to be asked for once; `again`: not the first time."""
+        self.again = again
+        self.kept = [KeptTiles(plan, half) for plan, half in zip(self.both, self.halves, strict=True)]
         return zip(*(plan.each_columns() for plan in self.both), strict=True)
 
     def each_rows(self) -> Iterator[tuple[Rows, Rows]]:
@@ -50,8 +55,14 @@ class Plans:
     def logits(self, rows: tuple[Rows, Rows], columns: tuple[Columns, Columns]) -> tuple[Tensor, Tensor]:
         """Both heads' tempered logits [R, C], in the first scratch tile of each."""
         tiles = self.scratch(0, rows, columns)
-        for plan, row, column, tile in zip(self.both, rows, columns, tiles, strict=True):
+        for plan, row, column, tile, kept in zip(self.both, rows, columns, tiles, self.kept, strict=True):
+            place, is_kept = kept.next(row, column)
+            if is_kept and self.again:
+                tile.copy_(place)
+                continue
             plan.logits(row, column, tile)
+            if is_kept:
+                place.copy_(tile)
         return tiles
 
     def scratch(self, index: int, rows: tuple[Rows, Rows], columns: tuple[Columns, Columns]) -> tuple[Tensor, Tensor]:
@@ -107,13 +118,18 @@ def _mixture_sums(
     return torch.stack(tuple(found)).neg_()
 
 
-def kl_forward(student: Problem, teacher: Problem, *, direction: str, beta: float) -> tuple[Tensor, Tensor]:
-    """Divergences [n] and, for the backward, M and log S of both and what p's slope is relative to: [5, n]."""
-    plans, weigh = Plans(student, teacher), 1 if direction == "forward" else 0
+def kl_forward(
+    student: Problem, teacher: Problem, *, direction: str, beta: float, kept: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Divergences [n] and, for the backward, M and log S of both and what p's slope is relative to: [5, n].
+
+    `kept` is filled with logits.
+    """
+    plans, weigh = Plans(student, teacher, None if kept is None else kept.zero_()), 1 if direction == "forward" else 0
     plan = plans.both[0]
     stats = student.hidden.new_zeros(5, plan.n, dtype=plan.dtype)
     stats[:2] = LOWEST
-    for columns in plans.each_columns():
+    for columns in plans.sweep(again=False):
         for rows in plans.each_rows():
             mine = stats[:, rows[0].start : rows[0].stop]
             tile = _tile_statistics(plans, rows, columns, weigh, direction != "jsd")
@@ -127,7 +143,7 @@ def kl_forward(student: Problem, teacher: Problem, *, direction: str, beta: floa
         stats[4] = value
         return value, stats
     shares = torch.zeros_like(stats[:2])
-    for columns in plans.each_columns():
+    for columns in plans.sweep(again=True):
         for rows in plans.each_rows():
             span = slice(rows[0].start, rows[0].stop)
             shares[:, span] += _mixture_sums(plans, rows, columns, stats[:, span], beta)
@@ -181,14 +197,15 @@ def kl_backward(
     *,
     direction: str,
     beta: float,
+    kept: Tensor | None = None,
 ) -> Gradients:
     """The student's gradients for upstream [n]; the products of those that nobody needs are not run."""
-    plans = Plans(student, teacher)
+    plans = Plans(student, teacher, kept)
     plan = plans.both[0]
     sums = Sums(plan, needs, None, by_tile=True)
     # |p·(log(p/q) − KL)| is at most KL + 1: what float16's dz must have room for.
     sums.begin_pass(plan.whole(), (grad if direction == "forward" else grad * (1.0 + stats[4]), None))
-    for columns in plans.each_columns():
+    for columns in plans.sweep(again=True):
         sums.open(columns[0])
         for rows in plans.each_rows():
             span = slice(rows[0].start, rows[0].stop)

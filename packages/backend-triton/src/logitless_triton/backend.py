@@ -11,7 +11,7 @@ from torch import Tensor
 
 from logitless.types import Forwarded, Gradients, Needs, PolicyResult, Problem, Request, TokenLoss
 from logitless_triton.config import device_facts
-from logitless_triton.layout import kept_length
+from logitless_triton.layout import divergence_length, kept_length
 
 __all__ = ["TritonBackend"]
 
@@ -79,11 +79,17 @@ class TritonBackend:
 
         return top_k_log_probs(problem, k)
 
-    def kl_forward(self, student: Problem, teacher: Problem, *, direction: str, beta: float) -> tuple[Tensor, Tensor]:
+    def kl_kept_shape(self, request: Request, keep_bytes: int) -> tuple[int, ...]:
+        """Room for dz of the leading vocab columns of all tokens, as many as `keep_bytes` allows."""
+        return (divergence_length(request, keep_bytes),)
+
+    def kl_forward(
+        self, student: Problem, teacher: Problem, *, direction: str, beta: float, kept: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """`logitless_triton.kl.kl_forward`."""
         from logitless_triton.kl import kl_forward
 
-        return kl_forward(student, teacher, direction=direction, beta=beta)
+        return kl_forward(student, teacher, direction=direction, beta=beta, kept=kept)
 
     def kl_backward(
         self,
@@ -95,11 +101,12 @@ class TritonBackend:
         *,
         direction: str,
         beta: float,
+        kept: Tensor | None = None,
     ) -> Gradients:
         """`logitless_triton.kl.kl_backward`."""
         from logitless_triton.kl import kl_backward
 
-        return kl_backward(student, teacher, stats, grad, needs, direction=direction, beta=beta)
+        return kl_backward(student, teacher, stats, grad, needs, direction=direction, beta=beta, kept=kept)
 
     def multiply_(self, gradient: Tensor, factor: Tensor) -> None:
         """`logitless_triton.rounding.multiply_`."""

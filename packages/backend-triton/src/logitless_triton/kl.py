@@ -4,13 +4,19 @@ The forward holds all columns of some tokens, as `logitless_triton.held` does; t
 again. A logit is written and read once, which measured faster than both heads' tile in one program: that leaves no
 registers for a second program, under whose products the first one's reductions would run. Equals
 `logitless.reference.linear_kl`.
+
+What the forward may keep is dz of the leading columns, for an upstream gradient of 1 and without k = ds/dz, each row
+times a power of two (`_exponent`) that makes the most of float16's range, in which bfloat16's dz is kept: what is below
+2^-29 of the largest that a row may hold loses digits there.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from logitless.collectives import gather_stacked
@@ -19,7 +25,8 @@ from logitless_triton.forward import scan
 from logitless_triton.held import Held
 from logitless_triton.kept import Kept
 from logitless_triton.kl_kernels import FORWARD, JSD, REVERSE, divergence_dz_kernel, divergence_kernel
-from logitless_triton.layout import LOGITS, Blocks
+from logitless_triton.layout import DZ, LOGITS, Blocks, divergence_columns
+from logitless_triton.rounding import scale_rows
 from logitless_triton.rows import Rows, Work
 from logitless_triton.sums import Sums, matmul, pass_scale
 from logitless_triton.tile import LN2, TYPES, ceil_div
@@ -29,11 +36,16 @@ __all__ = ["kl_backward", "kl_forward"]
 KINDS = {"forward": FORWARD, "reverse": REVERSE, "jsd": JSD}
 
 
-def kl_forward(student: Problem, teacher: Problem, *, direction: str, beta: float) -> tuple[Tensor, Tensor]:
-    """Divergences [n] and, for the backward, M and log2 S of both and what p's slope is relative to: [5, n]."""
+def kl_forward(
+    student: Problem, teacher: Problem, *, direction: str, beta: float, kept: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Divergences [n] and, for the backward, M and log2 S of both and what p's slope is relative to: [5, n].
+
+    `kept` is filled with dz of the leading columns.
+    """
     held, ref = (Held(Work(replace(p, workspace_bytes=p.workspace_bytes // 2))) for p in (student, teacher))
-    work, n, chunk = held.work, held.work.n, min(held.chunk, ref.chunk)
-    value, stats = work.empty(n), work.empty(5, n)
+    work, n, chunk, kind = held.work, held.work.n, min(held.chunk, ref.chunk), KINDS[direction]
+    value, stats, kept_dz = work.empty(n), work.empty(5, n), _kept_dz(work, kept, fill=True)
     for start in range(0, n, chunk):
         stop = min(start + chunk, n)
         rows, ref_rows, span = work.rows(start, stop), ref.work.rows(start, stop), stats[:, start:stop]
@@ -41,11 +53,39 @@ def kl_forward(student: Problem, teacher: Problem, *, direction: str, beta: floa
             *_, whole = one.partials(those)
             span[place] = whole[0, : rows.count]
             span[2 + place] = whole[1, : rows.count].log2()
-        sums = _sums(work, held.of(rows), ref.of(ref_rows), rows, ref_rows, span, KINDS[direction], beta)
+        logits = (held.of(rows), ref.of(ref_rows))
+        sums = _sums(work, *logits, rows, ref_rows, span, kind, beta)
         sums.mul_(LN2).clamp_(min=0.0)
         span[4] = sums[0]
         value[start:stop] = beta * sums[1] + (1.0 - beta) * sums[0] if direction == "jsd" else sums[0]
+        if kept_dz.shape[1]:
+            out, up = kept_dz[start:stop], _exponent(span, kind).exp2()
+            _dz(work, *logits, (rows.f, ref_rows.f), span, up, out, kind, beta)
     return value, stats
+
+
+def _bound(stats: Tensor, kind: int) -> Tensor:
+    """[n] what |dz| of an upstream gradient of 1 cannot exceed, k aside: the largest p or q, 1/S; or KL + 1."""
+    return torch.minimum(stats[2], stats[3]).neg().exp2() if kind == FORWARD else 1.0 + stats[4]
+
+
+def _exponent(stats: Tensor, kind: int) -> Tensor:
+    """[n] log2 of what rows of kept dz are multiplied by: float16 ends just below 2^16."""
+    return 15.0 - _bound(stats, kind).log2().ceil()
+
+
+def _kept_dz(work: Work, kept: Tensor | None, *, fill: bool = False) -> Tensor:
+    """[n, columns] of a kept buffer; `fill` zeroes what no kernel will write."""
+    dtype, valid = DZ[work.operand], work.head.valid
+    if kept is None:
+        return work.empty(work.n, 0, dtype=dtype)
+    columns = divergence_columns(kept.shape[0], work.n, valid, work.operand)
+    flat, size = kept.view(dtype), work.n * columns
+    rows = flat[:size].view(work.n, columns)
+    if fill:
+        flat[size:].zero_()
+        rows[:, valid:].zero_()
+    return rows[:, :valid]
 
 
 def _sums(
@@ -109,41 +149,88 @@ def kl_backward(
     *,
     direction: str,
     beta: float,
+    kept: Tensor | None = None,
 ) -> Gradients:
     """The student's gradients for upstream [n]; the products of those that nobody needs are not run."""
     work, ref, kind = Work(student), Work(teacher), KINDS[direction]
-    sums, valid = Sums(work, needs, None), work.head.valid
+    sums = Sums(work, needs, None)
     if not work.n:
         return sums.finish()
-    rows, ref_rows = work.rows(0, work.n), ref.rows(0, work.n)
-    # |p·(ln(p/q) − KL)| is at most KL + 1: what float16's dz must have room for.
-    bound = grad if kind == FORWARD else grad * (1.0 + stats[4])
-    dz_scale = pass_scale(work, rows, (bound, None))
+    rows = work.rows(0, work.n)
+    dz_scale = pass_scale(work, rows, (grad * _bound(stats, kind), None))
     sums.begin_pass(dz_scale)
     up = rows.f * grad * (work.head.slope * (1.0 - beta if kind == JSD else 1.0))
     up = up if dz_scale is None else up * dz_scale
+    kept_dz = _kept_dz(work, kept)
+    first = kept_dz.shape[1]
+    if first:
+        exponent = _exponent(stats, kind)
+
+        def from_kept(columns: slice, tokens: slice, out: Tensor) -> None:
+            scale_rows(kept_dz[tokens, columns], up[tokens], 1.0, exponent[tokens], -1.0, out)
+
+        blocks = _blocks(work, sums, first, work.item)
+        _products(rows, sums, blocks, (0, first, blocks.columns), from_kept)
+    if first < work.head.valid:
+        _from_logits(work, ref, rows, sums, stats, up, first, kind, beta)
+    sums.end_pass(0, work.n)
+    return sums.finish()
+
+
+def _blocks(work: Work, sums: Sums, columns: int, item: int) -> Blocks:
+    """Blocks of so many columns of all tokens, in `item` bytes a number."""
+    return Blocks.plan(work.n, columns, work.head.hidden_size, item, work.problem.workspace_bytes, sums.tiled(1))
+
+
+def _from_logits(
+    work: Work,
+    ref: Work,
+    rows: Rows,
+    sums: Sums,
+    stats: Tensor,
+    up: Tensor,
+    first: int,
+    kind: int,
+    beta: float,
+) -> None:
+    """The columns from `first` on, whose logits are made again."""
+    valid, ref_rows = work.head.valid, ref.rows(0, work.n)
     held = 4  # bytes of a logit of both heads beside its dz: of half of the tokens at a time
-    blocks = Blocks.plan(work.n, valid, work.head.hidden_size, held + work.item, student.workspace_bytes, sums.tiled(1))
-    spans = blocks.of_tokens(work.n)
+    blocks = _blocks(work, sums, valid - first, held + work.item)
     most = ceil_div(ceil_div(min(blocks.tokens, work.n), 2), 128) * 128
-    columns = _whole_waves(work, most, blocks.columns)
-    mine, other = (_Block(one, those, most, columns) for one, those in ((work, rows), (ref, ref_rows)))
-    buffer = work.empty(min(blocks.tokens, work.n), columns, dtype=work.operand)
-    for start in range(0, valid, columns):
-        stop = min(start + columns, valid)
+    width = _whole_waves(work, most, blocks.columns)
+    mine, other = (_Block(one, those, most, width) for one, those in ((work, rows), (ref, ref_rows)))
+
+    def from_logits(columns: slice, tokens: slice, out: Tensor) -> None:
+        for start in range(tokens.start, tokens.stop, most):
+            stop = min(start + most, tokens.stop)
+            x, y = (block.logits(columns.start, columns.stop, start, stop) for block in (mine, other))
+            factors = (rows.f[start:stop], ref_rows.f[start:stop])
+            part = out[start - tokens.start : stop - tokens.start]
+            _dz(work, x, y, factors, stats[:, start:stop], up[start:stop], part, kind, beta)
+
+    _products(rows, sums, blocks, (first, valid, width), from_logits)
+
+
+def _products(
+    rows: Rows,
+    sums: Sums,
+    blocks: Blocks,
+    columns: tuple[int, int, int],
+    make: Callable[[slice, slice, Tensor], None],
+) -> None:
+    """Add up the products of all tokens' dz of a range of columns, which `make` writes block by block."""
+    first, last, width = columns
+    spans, work = blocks.of_tokens(rows.count), sums.work
+    buffer = work.empty(min(blocks.tokens, rows.count), width, dtype=work.operand)
+    for start in range(first, last, width):
+        stop = min(start + width, last)
         sums.open(start, stop, len(spans))
         for begin, end in spans:
             dz = buffer[: end - begin, : stop - start]
-            for first in range(begin, end, most):
-                last = min(first + most, end)
-                x, y = (block.logits(start, stop, first, last) for block in (mine, other))
-                factors = (rows.f[first:last], ref_rows.f[first:last])
-                part = dz[first - begin : last - begin]
-                _dz(work, x, y, factors, stats[:, first:last], up[first:last], part, kind, beta)
+            make(slice(start, stop), slice(begin, end), dz)
             sums.add(dz, rows.span(begin, end), begin, start)
         sums.close(start, stop)
-    sums.end_pass(0, work.n)
-    return sums.finish()
 
 
 def _whole_waves(work: Work, rows: int, most: int) -> int:

@@ -11,6 +11,7 @@ from logitless_triton.config import config_for, device_facts
 
 __all__ = [
     "DIFFERENCES",
+    "DZ",
     "EXPONENTIALS",
     "LOGITS",
     "NOTHING",
@@ -18,6 +19,8 @@ __all__ = [
     "STEP",
     "Blocks",
     "buffer_bytes",
+    "divergence_columns",
+    "divergence_length",
     "held_rows",
     "kept_length",
     "mode_of",
@@ -77,6 +80,23 @@ def kept_length(request: Request, keep_bytes: int) -> int:
         return 0
     length = (buffer_bytes(tiles, n, width, dtype.itemsize, mode) + GRAIN - 1) // GRAIN * GRAIN
     return length + (GRAIN // 2 if mode == EXPONENTIALS else 0)
+
+
+# What a divergence's dz is kept in, by the operands' dtype. The gradient that is multiplied in later rounds it again:
+# in bfloat16, that of float16 is not seen, and in float16 it would be.
+DZ = {torch.bfloat16: torch.float16, torch.float16: torch.float32, torch.float32: torch.float32}
+
+
+def divergence_columns(length: int, n: int, columns: int, operand: torch.dtype) -> int:
+    """Leading columns of which n rows of a divergence's dz fit a buffer: whole blocks, so that each row is aligned."""
+    item = DZ[operand].itemsize
+    return min((columns + COLUMNS - 1) // COLUMNS, length // (n * item * COLUMNS)) * COLUMNS if n else 0
+
+
+def divergence_length(request: Request, keep_bytes: int) -> int:
+    """Bytes of the buffer for a divergence's dz: at most `keep_bytes`."""
+    n, operand = request.n_tokens, torch.promote_types(request.hidden_dtype, request.weight_dtype)
+    return n * DZ[operand].itemsize * divergence_columns(keep_bytes, n, request.vocab_rows, operand)
 
 
 CHUNK = 8192  # tokens whose partial statistics are held at a time
@@ -140,7 +160,7 @@ def held_rows(n: int, vocab_size: int, width: int, workspace_bytes: int, *, shor
 
 
 TOKENS = 16384  # of a block, at most: beyond it, a block's columns would be few and d_hidden be read and written often
-COLUMNS = 128  # of a block, at least
+COLUMNS = 128  # of a block, at least; and what is kept of a divergence comes in as many
 
 
 @dataclass(frozen=True, slots=True)

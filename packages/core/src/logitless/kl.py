@@ -7,7 +7,7 @@ op a direction, and plain autograd where nothing looks on.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ class Pair:
     teacher: Call  # its backend is the student's
     direction: str
     beta: float
+    keep_bytes: int
 
     @classmethod
     def of(cls, args: Any) -> Pair:
@@ -44,20 +45,31 @@ class Pair:
 
     @property
     def args(self) -> list[Any]:
-        return [*self.student.args, *self.teacher.args, self.direction, self.beta]
+        return [*self.student.args, *self.teacher.args, self.direction, self.beta, self.keep_bytes]
 
-    def forward(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Divergences [N] and statistics [5, N], of all tokens, and the live ones' indices."""
+    @property
+    def kept_shape(self) -> tuple[int, ...]:
+        """Of the buffer that the forward fills for the backward; a backend that knows of none keeps nothing."""
+        shape = getattr(self._plugin, "kl_kept_shape", None)
+        if shape is None or not self.keep_bytes:
+            return (0,)
+        dtypes = (self.teacher.hidden.dtype, self.teacher.weight.dtype)
+        found: tuple[int, ...] = shape(replace(self.student.request(False, False), ref_dtypes=dtypes), self.keep_bytes)
+        return found
+
+    def forward(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Divergences [N] and statistics [5, N] of all tokens, what is kept, and the live ones' indices."""
         of_teacher = {f"ref_{name}": fact for name, fact in self.teacher.facts.items()}
         live = self.student.live("linear_kl", direction=self.direction, beta=self.beta, **of_teacher)
         index, n_tokens, plugin = live.indices, self.student.labels.shape[0], self._plugin
+        kept = self.student.hidden.new_empty(self.kept_shape, dtype=torch.uint8)
         with plain_arithmetic(self.student.hidden.device):
             problems = (self.student.problem(index), self.teacher.problem(index))
-            value, stats = plugin.kl_forward(*problems, direction=self.direction, beta=self.beta)
+            value, stats = plugin.kl_forward(*problems, direction=self.direction, beta=self.beta, **_given(kept))
         value, stats = spread(value, index, n_tokens), spread(stats, index, n_tokens)
-        return self._unchecked(value), stats, index
+        return self._unchecked(value), stats, kept, index
 
-    def backward(self, stats: Tensor, index: Tensor | None, grad: Tensor, needs: list[bool]) -> Gradients:
+    def backward(self, stats: Tensor, kept: Tensor, index: Tensor | None, grad: Tensor, needs: list[bool]) -> Gradients:
         """The student's gradients for upstream ones [N]."""
         grad = self._unchecked(grad)
         if index is not None:
@@ -65,7 +77,7 @@ class Pair:
         with plain_arithmetic(self.student.hidden.device):
             problems = (self.student.problem(index), self.teacher.problem(index))
             found: Gradients = self._plugin.kl_backward(
-                *problems, stats, grad, Needs(*needs), direction=self.direction, beta=self.beta
+                *problems, stats, grad, Needs(*needs), direction=self.direction, beta=self.beta, **_given(kept)
             )
         return found
 
@@ -77,43 +89,49 @@ class Pair:
         return x if self.student.validate else x.masked_fill(self.student.labels == self.student.ignore_index, 0.0)
 
 
-ARGUMENTS = 2 * _SIZE + 2  # of the forward op
+def _given(kept: Tensor) -> dict[str, Tensor]:
+    """A backend that keeps nothing has no parameter for it."""
+    return {"kept": kept} if kept.numel() else {}
+
+
+ARGUMENTS = 2 * _SIZE + 3  # of the forward op
 _SCHEMA = ", ".join(
     [f"{_TYPES[str(field.type)]} {prefix}{field.name}" for prefix in ("", "ref_") for field in fields(Call)]
-    + ["str direction", "float beta"]
+    + ["str direction", "float beta", "SymInt keep_bytes"]
 )
 
 
 @torch.library.custom_op(
-    "logitless::linear_kl", mutates_args=(), schema=f"({_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)"
+    "logitless::linear_kl", mutates_args=(), schema=f"({_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 def linear_kl_op(*args: Any) -> tuple[Tensor, ...]:
-    """(divergence [N], stats [5, N], order [N], live_count [] on the host), as `linear_log_probs_op`'s."""
+    """(divergence [N], stats [5, N], kept, order [N], live_count [] on the host), as `linear_log_probs_op`'s."""
     pair = Pair.of(args)
-    value, stats, index = pair.forward()
-    return value, stats, *_order(pair.student, index)
+    value, stats, kept, index = pair.forward()
+    return value, stats, kept, *_order(pair.student, index)
 
 
 @linear_kl_op.register_fake
 def _(*args: Any) -> tuple[Tensor, ...]:
-    call = Pair.of(args).student
-    n_tokens = call.labels.shape[0]
+    pair = Pair.of(args)
+    call, n_tokens = pair.student, pair.student.labels.shape[0]
     value = call.hidden.new_empty(n_tokens, dtype=call.accumulation_dtype)
+    kept = call.hidden.new_empty(pair.kept_shape, dtype=torch.uint8)
     order, count = call.labels.new_empty(n_tokens), torch.empty((), dtype=torch.int64, device="cpu")
-    return value, value.new_empty(STATISTICS, n_tokens), order, count
+    return value, value.new_empty(STATISTICS, n_tokens), kept, order, count
 
 
 @torch.library.custom_op(
     "logitless::linear_kl_backward",
     mutates_args=(),
-    schema=f"({_SCHEMA}, Tensor stats, Tensor order, Tensor live_count, Tensor grad, bool[] needs)"
+    schema=f"({_SCHEMA}, Tensor stats, Tensor kept, Tensor order, Tensor live_count, Tensor grad, bool[] needs)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _backward_op(*args: Any) -> tuple[Tensor, ...]:
     """Gradients of the student's `Call.differentiable`; an empty tensor for each that is not needed."""
-    pair, (stats, order, live_count, grad, needs) = Pair.of(args), args[ARGUMENTS:]
+    pair, (stats, kept, order, live_count, grad, needs) = Pair.of(args), args[ARGUMENTS:]
     count = int(live_count)
-    found = pair.backward(stats, None if count == grad.shape[0] else order[:count], grad, needs)
+    found = pair.backward(stats, kept, None if count == grad.shape[0] else order[:count], grad, needs)
     grads = (found.hidden, found.weight, found.bias, found.lora_u, found.lora_b)
     return tuple(stats.new_empty(0, dtype=pair.student.hidden.dtype) if grad is None else grad for grad in grads)
 
@@ -176,11 +194,11 @@ class _Plain(Function):
         (grad,) = grads
         if grad is None:
             return (None,) * ARGUMENTS
-        (args, (stats, index)), needs = _restored(ctx), list(ctx.needs_input_grad[:5])
+        (args, (stats, kept, index)), needs = _restored(ctx), list(ctx.needs_input_grad[:5])
         pair = Pair.of(args)
         if torch.compiler.is_compiling() or torch.is_grad_enabled() or _batched(grad):  # as in `logitless._ops`
-            return _through_op(args, (stats, *_order(pair.student, index)), grad, needs)
-        found = pair.backward(stats, index, grad, needs)
+            return _through_op(args, (stats, kept, *_order(pair.student, index)), grad, needs)
+        found = pair.backward(stats, kept, index, grad, needs)
         gradients = (found.hidden, found.weight, found.bias, found.lora_u, found.lora_b)
         return (*gradients, *(None,) * (ARGUMENTS - 5))
 
@@ -197,6 +215,7 @@ def linear_kl(
     mask: Tensor | None = None,
     tp_group: Any = None,
     reduce_hidden_grad: bool = True,
+    keep_bytes: int = 0,
     workspace_bytes: int = 512 << 20,
     validate: bool = True,
     backend: str | None = None,
@@ -219,6 +238,9 @@ def linear_kl(
         mask: [...] bool; tokens where it is False cost nothing: result exactly 0.0, gradients exactly 0. None: all.
         tp_group: torch.distributed group over which both vocabularies are sharded, alike.
         reduce_hidden_grad: with tp_group, whether every rank gets the whole d_hidden or its own partial sum.
+        keep_bytes: memory that the forward may keep so that the backward makes fewer logits again: none, where it holds
+            all. For each token and vocab row (rounded up to 128) the triton backend takes 2 bytes in bfloat16, else 4,
+            and keeps the logits' gradients; the torch backend 8, 16 in float64, and keeps both heads' logits.
         workspace_bytes: bound on temporary memory.
         validate: check temperatures and leave out masked tokens, at the price of one device-to-host copy.
         backend: name of a backend; None takes `use_backend`, LOGITLESS_BACKEND, or the best that can serve.
@@ -238,7 +260,7 @@ def linear_kl(
         "ignore_index": -1,
         "tp_group": tp_group,
         "reduce_hidden_grad": reduce_hidden_grad,
-        "keep_bytes": 0,
+        "keep_bytes": keep_bytes,
         "workspace_bytes": workspace_bytes,
         "validate": validate,
         "backend": backend,
@@ -253,9 +275,9 @@ def linear_kl(
             "made under torch.no_grad() and ref_head.weight.detach(), and the like for its bias and LoRA pairs"
         )
     ref_dtypes = (teacher.hidden.dtype, teacher.weight.dtype)
-    student, _ = make_call(hidden, heads[0], labels, **options, ref_dtypes=ref_dtypes)
+    student, needs_grad = make_call(hidden, heads[0], labels, **options, ref_dtypes=ref_dtypes)
     _check_alike(student, teacher)
-    pair = Pair(student, teacher, direction, float(beta))
+    pair = Pair(student, teacher, direction, float(beta), keep_bytes if needs_grad else 0)
     if _looked_on((*student.differentiable, *teacher.differentiable)):
         value: Tensor = linear_kl_op(*pair.args)[0]
     else:
@@ -280,7 +302,7 @@ def _labels(hidden: Tensor, ref_hidden: Tensor, mask: Tensor | None) -> Tensor:
 def _check(heads: list[Any], direction: object, beta: object) -> None:
     if direction not in DIRECTIONS:
         raise InvalidInputError(f"direction: got {direction!r}, expected {', '.join(map(repr, DIRECTIONS))}")
-    if isinstance(beta, bool) or not isinstance(beta, int | float):
+    if isinstance(beta, bool) or not isinstance(beta, (int, float)):
         raise InputTypeError(f"beta: got {type(beta).__qualname__}, expected a number")
     if not 0.0 < beta < 1.0:
         raise InvalidInputError(

@@ -230,7 +230,9 @@ class Backend(Protocol):
     gradient in place by a factor [] on the device, at no cost where that is 1. For `linear_kl`, of two problems with
     the same tokens and vocab rows: `kl_forward(student, teacher, *, direction, beta)` gives the divergences [n] and
     statistics [5, n] (opaque to core), `kl_backward(student, teacher, stats, grad, needs, *, direction, beta)` the
-    student's `Gradients` for upstream [n].
+    student's `Gradients` for upstream [n]. With `kl_kept_shape(request, keep_bytes)` besides, as `kept_shape`, both
+    are also given `kept=`, a uint8 buffer of that shape, unless it is empty: `kl_forward` writes all of it,
+    `kl_backward` reads it.
     """
 
     @property

@@ -72,6 +72,37 @@ class TakesAShardForTheWhole(Broken):
         return None
 
 
+class UsesUp(Broken):
+    """Overwrites what it kept."""
+
+    def kl_backward(self, *args: Any, kept: Tensor | None = None, **keywords: Any) -> Gradients:
+        found = super().kl_backward(*args, kept=kept, **keywords)
+        if kept is not None:
+            kept.zero_()
+        return found
+
+
+class KeepsMore(Broken):
+    def kl_kept_shape(self, request: Request, keep_bytes: int) -> tuple[int, ...]:
+        return (keep_bytes + 8,)
+
+
+class KeepsAnother(Broken):
+    """Rounds by what it keeps."""
+
+    def kl_forward(self, *args: Any, kept: Tensor | None = None, **keywords: Any) -> tuple[Tensor, Tensor]:
+        value, stats = super().kl_forward(*args, kept=kept, **keywords)
+        return value if kept is None else value * (1 + 1e-6), stats
+
+
+class KeepsWrongly(Broken):
+    def kl_forward(self, *args: Any, kept: Tensor | None = None, **keywords: Any) -> tuple[Tensor, Tensor]:
+        value, stats = super().kl_forward(*args, kept=kept, **keywords)
+        if kept is not None:
+            kept.view(stats.dtype).mul_(1.01)
+        return value, stats
+
+
 def drift() -> type[Broken]:
     calls = []
 
@@ -103,6 +134,7 @@ def infinite_where_nothing_weighs(student: Problem, value: Tensor) -> Tensor:
 FAULTS: dict[str, tuple[type[Broken], dict[str, Any]]] = {
     "test_options": (reading(lambda p: replace(p, softcap=None)), {"option": "softcap"}),
     "test_beta": (drift(), {"direction": None, "beta": 0.3}),
+    "test_keep_bytes": (UsesUp, {"share": 16, "upstream": 1.0, "options": {}}),
     "test_many_tiles": (valuing(tight), {"workspace_bytes": 1 << 15, "vocab": 300}),
     "test_flat_and_peaked": (valuing(lambda p, value: value.clamp(max=50.0)), {"std": 60.0}),
     "test_common_offset": (valuing(overflows), {"offset": 1e4}),
@@ -114,8 +146,8 @@ FAULTS: dict[str, tuple[type[Broken], dict[str, Any]]] = {
     "test_absent_gradients_are_none": (WrongWithAFrozenHidden, {}),
     "test_equal_heads": (valuing(off), {}),
     "test_properties": (reading(loud_last_row), {}),
-    "test_sharded": (TakesAShardForTheWhole, {"cuts": (0, 150, 300), "reduce": True}),
-    "test_compiled_equals_eager": (drift(), {}),
+    "test_sharded": (TakesAShardForTheWhole, {"cuts": (0, 150, 300), "reduce": True, "keep_bytes": 0}),
+    "test_compiled_equals_eager": (drift(), {"keep_bytes": 0}),
 }
 
 
@@ -142,3 +174,17 @@ def test_check_is_red_on_its_fault(name: str) -> None:
     fault, arguments = FAULTS[name]
     with pytest.raises((AssertionError, pytest.fail.Exception)):
         run_check(name, fault, arguments)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (UsesUp, "the second backward"),
+        (KeepsMore, "bytes, allowed"),
+        (KeepsAnother, "changed the divergence's bits"),
+        (KeepsWrongly, "L2 error"),
+    ],
+)
+def test_keeping_is_checked(fault: type[Broken], message: str) -> None:
+    with pytest.raises(pytest.fail.Exception, match=message):
+        run_check("test_keep_bytes", fault, FAULTS["test_keep_bytes"][1])

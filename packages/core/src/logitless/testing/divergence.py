@@ -133,7 +133,7 @@ def _partner(example: Example, name: str) -> Tensor:
 
 
 def _sharded(
-    rank: int, size: int, case: Divergence, cuts: tuple[int, ...], backend: str, reduce: bool
+    rank: int, size: int, case: Divergence, cuts: tuple[int, ...], backend: str, reduce: bool, keep_bytes: int
 ) -> tuple[Tensor, dict[str, Tensor | None]]:
     """One rank's share of a case."""
     start, stop = cuts[rank : rank + 2]
@@ -146,9 +146,8 @@ def _sharded(
         return example.with_leaves(rows).with_head(vocab_start=start)
 
     share = replace(case, student=own(case.student), teacher=own(case.teacher))
-    value, grads = share.run(
-        backend=backend, tp_group=dist.group.WORLD, reduce_hidden_grad=reduce, workspace_bytes=1 << 16
-    )
+    group: dict[str, Any] = {"tp_group": dist.group.WORLD, "reduce_hidden_grad": reduce}
+    value, grads = share.run(backend=backend, workspace_bytes=1 << 16, keep_bytes=keep_bytes, **group)
     return value.detach(), grads
 
 
@@ -201,10 +200,42 @@ class DivergenceConformance(Kit, kit=True):
         case = self.make(dtype, direction, (3, 4), vocab=vocab, bias=True)
         self.check(case, workspace_bytes=workspace_bytes)
 
+    @pytest.mark.parametrize(
+        ("share", "upstream", "options"),
+        [(1, 1e-4, {"workspace_bytes": 1 << 15}), (3, 1.0, {"validate": False}), (16, 1e3, {})],
+        ids=["little", "more", "all"],
+    )
+    def test_keep_bytes(
+        self, dtype: torch.dtype, direction: str, share: int, upstream: float, options: Mapping[str, Any]
+    ) -> None:
+        """Whatever is kept: the same bits, right gradients, no more memory than that; and it is not used up."""
+        head = {"bias": True, "softcap": 8.0, "lora": (3,), "per_token_temperature": True, "vocab_size": 507}
+        case = self.make(dtype, direction, 20, vocab=512, std=4.0, **head)
+        teacher = replace(case.teacher, temperature=case.student.temperature)
+        case = replace(case, student=case.student.scale_upstream(upstream), teacher=teacher)
+        fresh, kept = replace(case, student=case.student.fresh()), 0
+
+        def counted(x: Tensor) -> Tensor:
+            nonlocal kept
+            kept += x.nbytes if x.dtype == torch.uint8 else 0
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(counted, lambda x: x):
+            value = fresh.value(backend=self.backend, keep_bytes=20 * 512 * share, **options)
+        expect(same(value, case.value(backend=self.backend, **options)), "keep_bytes changed the divergence's bits")
+        expect(kept <= 20 * 512 * share, f"keeps {kept} bytes, allowed {20 * 512 * share}")
+        leaves, up = list(fresh.student.leaves().values()), case.student.grad_log_probs
+        first, again = (torch.autograd.grad(value, leaves, up, retain_graph=True) for _ in range(2))
+        expect(all(map(same, first, again)), "the second backward of one graph gives other gradients")
+        check_divergence((value, dict(zip(fresh.student.leaves(), first, strict=True))), case)
+
     @pytest.mark.parametrize("std", [1e-3, 10.0, 60.0])
     def test_flat_and_peaked(self, dtype: torch.dtype, direction: str, std: float) -> None:
         """From equal to almost one-hot distributions: KL of hundreds of nats."""
-        self.check(self.make(dtype, direction, 20, std=std))
+        case = self.make(dtype, direction, 20, std=std)
+        truth = case.truth()
+        self.check(case, truth)
+        self.check(case, truth, keep_bytes=1 << 20)
 
     @pytest.mark.parametrize("offset", [1e4, -1e4])
     def test_common_offset(self, dtype: torch.dtype, direction: str, offset: float) -> None:
@@ -319,16 +350,18 @@ class DivergenceConformance(Kit, kit=True):
             turned = replace(case, student=teacher, teacher=case.student)
             torch.testing.assert_close(turned.value(backend=self.backend), value, rtol=0.0, atol=atol)
 
-    @pytest.mark.parametrize("reduce", [True, False], ids=["whole", "partial"])
+    @pytest.mark.parametrize(("reduce", "keep_bytes"), [(True, 0), (False, 1 << 14)], ids=["whole", "partial"])
     @pytest.mark.parametrize("cuts", [(0, 150, 300), (0, 7, 300), (0, 296, 300)], ids=str)
-    def test_sharded(self, dtype: torch.dtype, direction: str, cuts: tuple[int, ...], reduce: bool) -> None:
+    def test_sharded(
+        self, dtype: torch.dtype, direction: str, cuts: tuple[int, ...], reduce: bool, keep_bytes: int
+    ) -> None:
         """Vocabularies over two ranks, evenly, unevenly and one of them all padding: the same bits on both."""
         if not self.sharded or self.device != "cpu":
             pytest.skip("several ranks need several GPUs, or a CPU")
         case = self.make(
             dtype, direction, 19, vocab=300, vocab_size=291, bias=True, softcap=6.0, lora=(3,), ref={"scale": 0.8}
         )
-        ranks = run_ranks(2, _sharded, case, cuts, self.backend, reduce)
+        ranks = run_ranks(2, _sharded, case, cuts, self.backend, reduce, keep_bytes)
         expect(torch.equal(ranks[0][0], ranks[1][0]), "the ranks' divergences differ")
         grads = {}
         for name in case.student.leaves():
@@ -339,13 +372,14 @@ class DivergenceConformance(Kit, kit=True):
                 grads[name] = torch.cat(parts)
         check_divergence((ranks[0][0], grads), case)
 
-    def test_compiled_equals_eager(self, dtype: torch.dtype, direction: str) -> None:
+    @pytest.mark.parametrize("keep_bytes", [0, 1 << 13])
+    def test_compiled_equals_eager(self, dtype: torch.dtype, direction: str, keep_bytes: int) -> None:
         """`torch.compile(fullgraph=True)` gives the same bits."""
         case = self.make(dtype, direction, bias=True, lora=(2,))
 
         def function(*leaves: Tensor) -> Tensor:
             student = case.student.with_leaves(dict(zip(case.student.leaves(), leaves, strict=True)))
-            return replace(case, student=student).value(backend=self.backend)
+            return replace(case, student=student).value(backend=self.backend, keep_bytes=keep_bytes)
 
         torch._dynamo.reset()
         found = []

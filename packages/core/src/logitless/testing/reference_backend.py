@@ -134,9 +134,20 @@ class ReferenceBackend:
         hidden, head, _, temperature = _inputs(problem)
         return top_k_log_probs(hidden, head, k, temperature=temperature)
 
-    def kl_forward(self, student: Problem, teacher: Problem, *, direction: str, beta: float) -> tuple[Tensor, Tensor]:
+    def kl_kept_shape(self, request: Request, keep_bytes: int) -> tuple[int, ...]:
+        """Room for dz of all logits; nothing where that is too much."""
+        wide = torch.float64 in (request.hidden_dtype, request.weight_dtype)
+        size = request.n_tokens * request.vocab_rows * (8 if wide else 4)
+        return (size if size <= keep_bytes else 0,)
+
+    def kl_forward(
+        self, student: Problem, teacher: Problem, *, direction: str, beta: float, kept: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Divergences of the live tokens, and no statistics."""
         value = _kl(student, teacher, direction, beta).clamp(min=0.0)
+        if kept is not None:
+            dz = _kl_dz(student, teacher, direction, beta).flatten()
+            kept.zero_().view(dz.dtype)[: len(dz)] = dz
         return value, value.new_zeros(5, len(value))
 
     def kl_backward(
@@ -149,22 +160,32 @@ class ReferenceBackend:
         *,
         direction: str,
         beta: float,
+        kept: Tensor | None = None,
     ) -> Gradients:
-        """dz = p - q, or p·(G - Σ p·G) with G = log(p/q) or (1 - beta)·log(p/m), and dz's products."""
-        (hidden, head, _, temperature), (ref_hidden, ref_head, _, _) = _inputs(student), _inputs(teacher)
-        z = head_logits(hidden, head, temperature)
-        log_p, log_q = (x.log_softmax(-1).clamp(min=-1e30) for x in (z, head_logits(ref_hidden, ref_head, temperature)))
-        padding = z.shape[1] - log_q.shape[1]  # either may be padded further than the other
-        log_q = torch.nn.functional.pad(log_q, (0, padding), value=-1e30)
-        p, q = log_p.exp(), log_q.exp()
-        if direction == "forward":
-            dz = p - q
+        """Products of dz, made again or as it was kept."""
+        hidden, head, _, _ = _inputs(student)
+        if kept is None:
+            dz = _kl_dz(student, teacher, direction, beta)
         else:
-            slope = log_p - log_q
-            if direction == "jsd":
-                slope = (1 - beta) * (log_p - (beta * q + (1 - beta) * p).log().clamp(min=-1e30))
-            dz = p * (slope - (p * slope).sum(1, keepdim=True))
-        return _products(student, _raw(grad.unsqueeze(1) * dz, z, head, temperature), hidden, head, needs, None)
+            shape = (len(grad), student.weight.shape[0])
+            dz = kept.view(stats.dtype)[: math.prod(shape)].view(shape)
+        return _products(student, grad.unsqueeze(1) * dz, hidden, head, needs, None)
+
+
+def _kl_dz(student: Problem, teacher: Problem, direction: str, beta: float) -> Tensor:
+    """p - q, or p·(G - Σ p·G) with G = log(p/q) or (1 - beta)·log(p/m), of raw logits."""
+    (hidden, head, _, temperature), (ref_hidden, ref_head, _, _) = _inputs(student), _inputs(teacher)
+    z = head_logits(hidden, head, temperature)
+    log_p, log_q = (x.log_softmax(-1).clamp(min=-1e30) for x in (z, head_logits(ref_hidden, ref_head, temperature)))
+    padding = z.shape[1] - log_q.shape[1]  # either may be padded further than the other
+    log_q = torch.nn.functional.pad(log_q, (0, padding), value=-1e30)
+    p, q = log_p.exp(), log_q.exp()
+    if direction == "forward":
+        return _raw(p - q, z, head, temperature)
+    slope = log_p - log_q
+    if direction == "jsd":
+        slope = (1 - beta) * (log_p - (beta * q + (1 - beta) * p).log().clamp(min=-1e30))
+    return _raw(p * (slope - (p * slope).sum(1, keepdim=True)), z, head, temperature)
 
 
 def _kl(student: Problem, teacher: Problem, direction: str, beta: float) -> Tensor:
