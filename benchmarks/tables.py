@@ -199,7 +199,9 @@ def divergences(record: Record) -> str:
         lines.append([f"*{result['direction']}*", *[""] * 5])
         for row in sorted(result["rows"], key=lambda row: float(row["median_ms"])):
             if row["mode"] == "backward":
-                name = "**logitless**" if row["kind"] == "ours" else row["name"]
+                name, way = row["name"], row["name"].partition(", ")[2]
+                if row["kind"] == "ours":
+                    name = f"**logitless, {way}**" if way else "**logitless**"
                 errors = [f"{row['errors'][key]:.1e}" if row["errors"] else "–" for key in ("divergence", "d_weight")]
                 peak = "–" if row["peak_gib"] is None else f"{row['peak_gib']:.1f}"
                 lines.append([name, f"{row['median_ms']:.1f}", f"{row['ratio']:.2f}", peak, *errors])

@@ -157,6 +157,7 @@ def script() -> dict[str, Any]:
         row("TRL", "peer", "backward", 4.0, errors=errors, set="k"),
         row("triton, k", "ours", "backward", 3.0, errors=errors, set="k"),
         row("triton, k", "ours", "forward", 1.0, errors=errors, set="k"),
+        row("triton", "ours", "backward", 2.0, errors=errors, set="k"),
     ]
     result = {"direction": "jsd", "std": 5.0, "rows": rows, "not_run": {"Liger": "it broke"}, "kept_tokens": {"k": 50}}
     about = {"date": "2026-01-01", "device": {"name": "a card"}, "versions": {"torch": "2.11"}, "backend": "triton"}
@@ -164,9 +165,10 @@ def script() -> dict[str, Any]:
 
 
 def test_divergences(tables: ModuleType, script: dict[str, Any]) -> None:
-    assert tables.divergences(script).splitlines()[-4:] == [
+    assert tables.divergences(script).splitlines()[-5:] == [
         "| *jsd* |  |  |  |  |  |",
-        "| **logitless** | 3.0 | 1.50 | 0.2 | 1.0e-06 | 2.0e-03 |",
+        "| **logitless** | 2.0 | 1.00 | 0.2 | 1.0e-06 | 2.0e-03 |",
+        "| **logitless, k** | 3.0 | 1.50 | 0.2 | 1.0e-06 | 2.0e-03 |",
         "| TRL | 4.0 | 2.00 | 0.2 | 1.0e-06 | 2.0e-03 |",
         "| not run: Liger, it broke |  |  |  |  |  |",
     ]
