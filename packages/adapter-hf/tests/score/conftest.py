@@ -13,8 +13,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from logitless_hf.score import runner
+from logitless_hf.score.options import Options
+from logitless_hf.score.runner import Summary
 
 BOS, EOS, START = "<s>", "</s>", "<turn>"
 TEMPLATE = (
@@ -110,6 +115,17 @@ def varied() -> Callable[[int], list[dict[str, Any]]]:
         return forms[n % 3]
 
     return lambda count: [record(n) for n in range(count)]
+
+
+@pytest.fixture
+def score(checkpoint: Path, tmp_path: Path) -> Callable[..., Summary]:
+    """Run with the tiny model and small parts."""
+
+    def score(records: Path, output: str = "scores.jsonl", **changes: Any) -> Summary:
+        options = {"model": checkpoint, "device": "cpu", "max_tokens_per_batch": 40, "records_per_part": 4, **changes}
+        return runner.run(Options(input=records, output=tmp_path / output, **options), Console(quiet=True))
+
+    return score
 
 
 class Commands:

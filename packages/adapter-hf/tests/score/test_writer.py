@@ -3,7 +3,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -290,37 +290,21 @@ def test_metadata_of_others_are_not_replaced_unasked(tmp_path: Path, content: st
     Output(tmp_path / "v.parquet").refuse_existing(resume=False, overwrite=False)
 
 
-def cut(lines: list[str]) -> list[str]:
-    return [*lines[:-1], lines[-1][:-20]]
+DAMAGES: dict[str, Callable[[list[str]], list[str]] | None] = {
+    "cut": lambda lines: [*lines[:-1], lines[-1][:-20]],
+    "no end of line": lambda lines: [*lines[:-1], lines[-1].rstrip()],
+    "lacking": lambda lines: lines[:-1],
+    "empty": lambda lines: [],
+    "swapped": lambda lines: lines[::-1],
+    "doubled": lambda lines: [*lines, lines[-1]],
+    "one more": lambda lines: [*lines, json.dumps(some_row(4)) + "\n"],
+    "one digit": lambda lines: [lines[0], lines[1].replace("-0.4", "-0.5"), lines[2]],
+    "no row": lambda lines: [lines[0], "[]\n"],
+    "no file": None,
+}
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        cut,
-        lambda lines: [*lines[:-1], lines[-1].rstrip()],
-        lambda lines: lines[:-1],
-        lambda lines: [],
-        lambda lines: lines[::-1],
-        lambda lines: [*lines, lines[-1]],
-        lambda lines: [*lines, json.dumps(some_row(4)) + "\n"],
-        lambda lines: [lines[0], lines[1].replace("-0.4", "-0.5"), lines[2]],
-        lambda lines: [lines[0], "[]\n"],
-        None,
-    ],
-    ids=[
-        "cut",
-        "no end of line",
-        "lacking",
-        "empty",
-        "swapped",
-        "doubled",
-        "one more",
-        "one digit",
-        "no row",
-        "no file",
-    ],
-)
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_a_damaged_part_is_named_and_scored_again(output: Output, damage: Any) -> None:
     output.begin(MANIFEST, resume=False, overwrite=False)
     whole = [some_row(2), some_row(3)]
