@@ -13,7 +13,7 @@ import runpy
 import shlex
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from doctest import ELLIPSIS, NORMALIZE_WHITESPACE
 from itertools import groupby
 from pathlib import Path
@@ -26,7 +26,10 @@ import typer.main
 from sybil import Example, Sybil
 from sybil.evaluators.skip import Skipper
 from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser, SkipParser
-from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import logitless_mcore
 from logitless import cli, errors
@@ -131,6 +134,30 @@ def labels() -> torch.Tensor:
 def path(model: LlamaForCausalLM, tmp_path: Path) -> str:
     model.save_pretrained(tmp_path / "checkpoint")
     return str(tmp_path / "checkpoint")
+
+
+@pytest.fixture
+def dataset(path: str) -> Any:
+    """Of prompts, whose tokenizer is in the model's folder."""
+    datasets = pytest.importorskip("datasets", reason="needs TRL, which is for Python 3.11 or newer here")
+    core = Tokenizer(WordLevel({f"w{i}": i for i in range(50)}, unk_token="w3"))
+    core.pre_tokenizer = WhitespaceSplit()
+    special = {"pad_token": "w0", "bos_token": "w1", "eos_token": "w2"}
+    PreTrainedTokenizerFast(tokenizer_object=core, **special).save_pretrained(path)
+    return datasets.Dataset.from_dict({"prompt": ["w5 w6", "w7 w8 w9"] * 2})
+
+
+@pytest.fixture
+def reward() -> Callable[..., list[float]]:
+    return lambda completion_ids, **_: [float(ids[0]) for ids in completion_ids]
+
+
+@pytest.fixture
+def args(tmp_path: Path) -> Any:
+    """Of a GRPOTrainer with a reference model."""
+    trl = pytest.importorskip("trl", reason="needs TRL, which is for Python 3.11 or newer here")
+    size = {"max_steps": 1, "per_device_train_batch_size": 4, "num_generations": 2, "max_completion_length": 4}
+    return trl.GRPOConfig(str(tmp_path / "trained"), **size, beta=0.04, report_to=[], use_cpu=True, bf16=False)
 
 
 @pytest.fixture
