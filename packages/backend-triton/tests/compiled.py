@@ -15,7 +15,19 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from logitless_triton import best, candidates, combine, dz, forward, kept, kl_kernels, rounding, shortlist, threshold
+from logitless_triton import (
+    best,
+    candidates,
+    combine,
+    dz,
+    forward,
+    kept,
+    kl_kernels,
+    rounding,
+    rounds,
+    shortlist,
+    threshold,
+)
 from logitless_triton.config import Device, Tile, config_for
 from logitless_triton.layout import LOGITS, SAMPLE, STEP
 
@@ -93,8 +105,8 @@ def main() -> None:
     found["list"] = compiled(candidates._list_kernel, LISTED)
     for ranks, count in ((0, True), (2, True), (2, False)):
         constants = {**LOOK, "RANKS": ranks, "COUNT": count}
-        found[f"round, ranks={ranks}, count={count}"] = compiled(threshold._round_kernel, constants)
-    found["sums"] = compiled(threshold._sums_kernel, LISTED)
+        found[f"round, ranks={ranks}, count={count}"] = compiled(rounds._round_kernel, constants)
+    found["sums"] = compiled(rounds._sums_kernel, LISTED)
     found["best"] = compiled(best._best_kernel, LISTED)
     for count in (False, True):
         constants = {"SAMPLE": SAMPLE, "LENGTH": 8 * STEP, "COUNT": count, "NESTED": not count}

@@ -64,16 +64,15 @@ def found(z: Tensor, monkeypatch: pytest.MonkeyPatch, *, short: bool = True, **k
     k, p = kept.get("top_k"), kept.get("top_p")
     if not short:
         monkeypatch.setattr(shortlist, "shortlist_length", lambda columns: 0)
-    candidates, bracket = listed(work, f, parts, own, own[0], None, k=k, p=p)
+    logits, bracket = listed(work, body.to(DEVICE), f, parts, own, own[0], None, k=k, p=p)
     threshold, out = torch.empty(n, device=DEVICE), torch.empty(len(SUMS), n, device=DEVICE)
-    wanted, total, body = torch.full_like(f, k or 0.0), None, body.to(DEVICE)
-    arguments = (work, body, f, candidates, own[0])
+    wanted, total = torch.full_like(f, k or 0.0), None
     if k is not None:
-        least = shortlist.find(*arguments, bracket, wanted, threshold, out, count=True)
+        least = shortlist.find(logits, bracket, wanted, threshold, out, count=True)
         total, bracket = out[:2].sum(0), torch.stack((least, bracket[1]))
     if p is not None:
         wanted = p * (own[1] if total is None else total)
-        shortlist.find(*arguments, bracket, wanted, threshold, out, count=False, total=total)
+        shortlist.find(logits, bracket, wanted, threshold, out, count=False, total=total)
     return threshold.cpu(), out.cpu()
 
 

@@ -223,19 +223,17 @@ def test_few_tiles_are_read(kept: dict[str, Any], monkeypatch: pytest.MonkeyPatc
     example = example_of(9, vocab=2000, ignored=False, std=12.0)
     example = replace(example, labels=(example.hidden @ example.head.weight.T).argmax(1))
     want, original, counts = truth(example, **kept), held_module.listed, []
-    body: list[torch.Tensor] = []
 
-    def listed(work: Any, f: Any, parts: Any, *others: Any, **options: Any) -> Any:
-        tiles, bracket = original(work, f, parts, *others, **options)
-        counts.extend(tiles.count.tolist())
-        for row, count in enumerate(tiles.count.tolist()):
-            read = torch.zeros(parts.shape[1], dtype=torch.bool)
-            read[tiles.ids[row, :count].long().cpu()] = True
-            body[0].view(len(tiles.ids), parts.shape[1], -1)[row, ~read] = 1e6
-        return tiles, bracket
+    def listed(*arguments: Any, **options: Any) -> Any:
+        logits, bracket = original(*arguments, **options)
+        (rows, tiles), lengths = logits.ids.shape, logits.count.tolist()
+        counts.extend(lengths)
+        for row, count in enumerate(lengths):
+            read = torch.zeros(tiles, dtype=torch.bool)
+            read[logits.ids[row, :count].long().cpu()] = True
+            logits.held.view(rows, tiles, -1)[row, ~read] = 1e6
+        return logits, bracket
 
-    of = held_module.Held.of
-    monkeypatch.setattr(held_module.Held, "of", lambda self, rows: body.append(of(self, rows)) or body[-1])
     monkeypatch.setattr(held_module, "listed", listed)
     got = example.run(backend="triton", **kept)
     assert sum(counts) < 9 * 16 / 2

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from logitless.collectives import gather_stacked
 from logitless.types import Problem
-from logitless_triton.candidates import blocks, listed, tile_logits
+from logitless_triton.candidates import listed
 from logitless_triton.held import Held
+from logitless_triton.listing import blocks, tile_logits
 from logitless_triton.rows import Rows, Work
 from logitless_triton.shortlist import find
 from logitless_triton.threshold import SUMS
-from logitless_triton.tile import ceil_div
 
 __all__ = ["top_k_log_probs"]
 
@@ -83,25 +83,10 @@ def _of_rows(held: Held, rows: Rows, k: int) -> tuple[Tensor, Tensor, Tensor]:
     value, ids = work.empty(m, k).fill_(-math.inf), work.empty(m, k, dtype=torch.int64).fill_(LAST)
     found = min(k, work.head.valid)
     if m and found:
-        body, top = held.of(rows), own[0, :m]
-        tiles, bracket = listed(work, rows.f, parts, own, top, None, k=found, p=None)
-        wanted = torch.full_like(rows.f, float(found))
+        logits, bracket = listed(work, held.of(rows), rows.f, parts, own, own[0, :m], None, k=found, p=None)
         threshold, sums = work.empty(m), work.empty(len(SUMS), m)
-        find(work, body, rows.f, tiles, top, bracket, wanted, threshold, sums, count=True)
-        strides, sizes = (tiles.ids.stride(0), body.stride(0)), blocks(work)
-        _best_kernel[(ceil_div(m, sizes["ROWS"]),)](
-            body,
-            tiles.ids,
-            tiles.count,
-            threshold,
-            value,
-            ids,
-            m,
-            work.head.valid,
-            k,
-            *strides,
-            **sizes,
-        )
+        find(logits, bracket, torch.full_like(rows.f, float(found)), threshold, sums, count=True)
+        logits.launch(_best_kernel, threshold, value, ids, k=k, **blocks(work))
     return whole[:2, :m], value, ids.where(ids == LAST, ids + work.problem.vocab_start)
 
 

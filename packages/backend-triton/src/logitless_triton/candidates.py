@@ -15,7 +15,6 @@ The floor is the highest that serves, by bisection over the floats in the order 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,64 +23,21 @@ import triton.language as tl
 from torch import Tensor
 
 from logitless.collectives import gather_stacked
-from logitless_triton.layout import STEP
+from logitless_triton.listing import Listing, blocks, factors, float_of, key_of, program_rows
 from logitless_triton.tile import LOWEST, ceil_div
 
-__all__ = ["Tiles", "blocks", "float_of", "key_of", "listed", "tile_logits"]
-
-
-@dataclass(frozen=True, slots=True)
-class Tiles:
-    """Which tiles of each row are to be read, in ascending order."""
-
-    ids: Tensor  # [m, tiles] int32
-    count: Tensor  # [m] int32
-    outside: Tensor  # [m] the largest x of the other tiles
-    mass: Tensor | None = None  # [m] Σ 2^((x−M)·f) of those that are to be read, where it is asked for
-
-
-def blocks(work: Any, most: int = STEP) -> dict[str, int]:
-    """Rows of a program, and how many of each row's logits it looks at together, if not `most`."""
-    rows, block = (16, 512) if work.interpreted else (1, most)
-    return {"WIDTH": work.config.forward.columns, "ROWS": rows, "BLOCK": block, "num_warps": 4}
+__all__ = ["listed"]
 
 
 @triton.jit
-def key_of(x):
-    """An integer in the order of the floats."""
-    bits = x.to(tl.int32, bitcast=True)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
-
-
-@triton.jit
-def float_of(key):
-    """The float that `key_of` made it of."""
-    bits = key.to(tl.int32)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def tile_logits(held, ids, rows, first, count, V, stride_held, stride_ids, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Logits [ROWS, BLOCK // WIDTH, WIDTH] of the listed tiles from the first on, their columns, and which are real.
-
-    A tile's columns are an axis, and V is not in the load's mask, so that the compiler sees 16 bytes of one mask;
-    likewise it has to see that rows start at whole tiles.
-    """
-    place = first + tl.arange(0, BLOCK // WIDTH)[None, :]
-    rows = rows.to(tl.int64)
-    listed = place < count[:, None]
-    tile = tl.load(ids + rows[:, None] * stride_ids + place, mask=listed, other=0)
-    cols = tile[:, :, None] * WIDTH + tl.arange(0, WIDTH)[None, None, :]
-    at = held + rows[:, None, None] * (stride_held // WIDTH * WIDTH) + cols
-    x = tl.load(at, mask=listed[:, :, None], other=-float("inf"))
-    return x, cols, listed[:, :, None] & (cols < V)
-
-
-@triton.jit
-def _maxima(parts, mask):
-    """Tiles' maxima, −inf again where the forward had them finite for its differences."""
-    m = tl.load(parts, mask=mask, other=LOWEST)
-    return tl.where(m > LOWEST, m, -float("inf"))
+def _maxima(parts, rows, inside, TILES, stride_tile, BLOCK: tl.constexpr):
+    """Maxima [ROWS, BLOCK] of the tiles, their numbers, where they were read, and which are real."""
+    tiles = tl.arange(0, BLOCK)[None, :]
+    mask = inside[:, None] & (tiles < TILES)
+    at = parts + tiles.to(tl.int64) * stride_tile + rows[:, None]
+    m = tl.load(at, mask=mask, other=LOWEST)
+    m = tl.where(m > LOWEST, m, -float("inf"))  # again: the forward's are finite, for its differences
+    return m, tiles, at, mask
 
 
 @triton.jit(do_not_specialize=["N", "TILES", "stride_own", "k"])
@@ -102,14 +58,9 @@ def _floor_kernel(
     BLOCK: tl.constexpr,
     COUNT: tl.constexpr,
 ):
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = rows < N
-    tiles = tl.arange(0, BLOCK)[None, :]
-    mask = inside[:, None] & (tiles < TILES)
-    at = parts + tiles.to(tl.int64) * stride_tile + rows[:, None]
-    m = _maxima(at, mask)  # [ROWS, BLOCK]
-    f = tl.load(f_ptr + rows, mask=inside, other=0.0)
-    M = tl.load(own + rows, mask=inside, other=0.0)
+    rows, inside = program_rows(N, ROWS)
+    m, _, at, mask = _maxima(parts, rows, inside, TILES, stride_tile, BLOCK)
+    f, M = factors(f_ptr, own, rows, inside)
     allowed = tl.load(own + stride_own + rows, mask=inside, other=0.0) * budget
     top = tl.exp2((m - M[:, None]) * f[:, None])
     mass = top * tl.load(at + stride_kind, mask=mask, other=0.0)
@@ -149,14 +100,9 @@ def _list_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = rows < N
-    tiles = tl.arange(0, BLOCK)[None, :]
-    mask = inside[:, None] & (tiles < TILES)
-    source = parts + tiles.to(tl.int64) * stride_tile + rows[:, None]
-    m = _maxima(source, mask)
-    f = tl.load(f_ptr + rows, mask=inside, other=0.0)
-    M = tl.load(M_ptr + rows, mask=inside, other=0.0)
+    rows, inside = program_rows(N, ROWS)
+    m, tiles, source, mask = _maxima(parts, rows, inside, TILES, stride_tile, BLOCK)
+    f, M = factors(f_ptr, M_ptr, rows, inside)
     floor = tl.load(floor_ptr + rows, mask=inside, other=0.0)
     chosen = (m >= floor[:, None]) & mask
     place = tl.cumsum(chosen.to(tl.int32), 1) - 1
@@ -172,61 +118,40 @@ def _list_kernel(
 
 
 def listed(
-    work: Any, f: Tensor, parts: Tensor, own: Tensor, top: Tensor, group: Any, *, k: int | None, p: float | None
-) -> tuple[Tiles, Tensor]:
+    work: Any,
+    held: Tensor,
+    f: Tensor,
+    parts: Tensor,
+    own: Tensor,
+    top: Tensor,
+    group: Any,
+    *,
+    k: int | None,
+    p: float | None,
+) -> tuple[Listing, Tensor]:
     """The tiles that may hold what is kept, and between which keys [2, m] the threshold lies.
 
     Args:
+        held: [m, whole tiles] logits.
         parts: [3, tiles, >= m] of this rank's tiles.
         own: [3, >= m], M, S and T of this rank.
         top: [m], M of all ranks.
         k, p: how many logits are to be found, or which part of the mass.
     """
-    count, tiles, found_blocks = f.shape[0], parts.shape[1], blocks(work)
-    found_blocks["BLOCK"] = max(16, triton.next_power_of_2(tiles))
-    width, floor = found_blocks.pop("WIDTH"), work.empty(count)
+    count, tiles, sizes = f.shape[0], parts.shape[1], blocks(work)
+    sizes["BLOCK"] = max(16, triton.next_power_of_2(tiles))
+    width, grid, floor = sizes.pop("WIDTH"), (ceil_div(count, sizes["ROWS"]),), work.empty(count)
     # Half a percent of what is not kept, and 1e-5 of all, is left to rounding.
     budget = 0.0 if p is None else max(0.0, 0.995 * (1.0 - p) - 1e-5)
-    bracket = work.empty(2, count, dtype=torch.int64)
-    ids, counts = work.empty(count, tiles, dtype=torch.int32), work.empty(count, dtype=torch.int32)
-    found = Tiles(ids, counts, work.empty(count), work.empty(count))
-    if not count:
-        return found, bracket
-    grid = (ceil_div(count, found_blocks["ROWS"]),)
-    _floor_kernel[grid](
-        parts,
-        own,
-        f,
-        floor,
-        count,
-        tiles,
-        parts.stride(0),
-        parts.stride(1),
-        own.stride(0),
-        k or 0,
-        budget,
-        WIDTH=width,
-        COUNT=k is not None,
-        **found_blocks,
-    )
+    numbers = (count, tiles, *parts.stride()[:2])
+    wanted = (own.stride(0), k or 0, budget)
+    _floor_kernel[grid](parts, own, f, floor, *numbers, *wanted, WIDTH=width, COUNT=k is not None, **sizes)
     if group is not None:  # k logits of one rank are k of all; of the mass, each rank may leave out its own part
         ranks = gather_stacked(floor, group)
         floor = ranks.amax(0) if k is not None else ranks.amin(0)
-    _list_kernel[grid](
-        parts,
-        floor,
-        f,
-        top,
-        ids,
-        counts,
-        found.outside,
-        found.mass,
-        bracket,
-        count,
-        tiles,
-        parts.stride(0),
-        parts.stride(1),
-        ids.stride(0),
-        **found_blocks,
-    )
+    ids, counts = work.empty(count, tiles, dtype=torch.int32), work.empty(count, dtype=torch.int32)
+    found = Listing(work, held, f, top, ids, counts, work.empty(count), work.empty(count))
+    bracket = work.empty(2, count, dtype=torch.int64)
+    out = (ids, counts, found.outside, found.mass, bracket)
+    _list_kernel[grid](parts, floor, f, top, *out, *numbers, ids.stride(0), **sizes)
     return found, bracket

@@ -20,19 +20,21 @@ from torch import Tensor
 
 from logitless.collectives import gather_stacked
 from logitless.types import Forwarded, Problem
-from logitless_triton.candidates import Tiles, listed
+from logitless_triton.candidates import listed
 from logitless_triton.combine import combine
 from logitless_triton.forward import Scores, forward_pass, scan
 from logitless_triton.kept import Kept
 from logitless_triton.layout import LOGITS, held_rows
+from logitless_triton.listing import Listing
+from logitless_triton.rounds import kept_sums, search
 from logitless_triton.rows import LOG2E, Rows, Work
 from logitless_triton.shortlist import find
-from logitless_triton.threshold import SUMS, kept_sums, search
+from logitless_triton.threshold import SUMS
 from logitless_triton.tile import LN2, ceil_div
 
 __all__ = ["Held", "HeldScores", "forward", "held_pass", "needs_logits"]
 
-_LOWEST_KEY = -(0x7F800000 + 1)  # `logitless_triton.candidates.key_of` −inf
+_LOWEST_KEY = -(0x7F800000 + 1)  # `logitless_triton.listing.key_of` −inf
 
 
 def needs_logits(problem: Problem) -> bool:
@@ -91,12 +93,13 @@ class Held:
         inside = labels.clamp(0, valid - 1)
         return self.of(rows).gather(1, inside).where(inside == labels, -math.inf)
 
-    def every_tile(self, rows: Rows) -> Tiles:
+    def every_tile(self, rows: Rows, top: Tensor) -> Listing:
         """All of them, for each row."""
         like = rows.labels
         ids = torch.arange(self.tiles, dtype=torch.int32, device=like.device).expand(rows.count, -1)
         count = like.new_full((rows.count,), self.tiles, dtype=torch.int32)
-        return Tiles(ids, count, rows.f.new_full((rows.count,), -math.inf))
+        outside = torch.full_like(top, -math.inf)
+        return Listing(self.work, self.of(rows), rows.f, top, ids, count, outside)
 
 
 class HeldScores:
@@ -192,9 +195,8 @@ def held_pass(held: Held, rows: Rows, scores: HeldScores, start: int) -> None:
         scores.top[:, span] = scores.plain.stats[:2, span]
         scores.top[1, span].exp2_()
         if "sum_sq_probs" in p.stats:
-            every, least = held.every_tile(rows), rows.labels.new_full((rows.count,), _LOWEST_KEY)
-            top = scores.top[0, span]
-            kept_sums(work, held.of(rows), rows.f, every, top, least, scores.threshold[span], own)
+            every = held.every_tile(rows, scores.top[0, span])
+            kept_sums(every, torch.full_like(every.count, _LOWEST_KEY, dtype=torch.int64), scores.threshold[span], own)
     if "mean_logit" in p.stats:
         own[len(SUMS)] = held.of(rows)[:, : work.head.valid].sum(1)
     own[len(SUMS) + 1 :] = held.at_labels(rows).T
@@ -204,15 +206,14 @@ def _find(held: Held, rows: Rows, partials: tuple[Tensor, Tensor, Tensor], thres
     """The threshold [m] of a block of rows, and this rank's sums over what it keeps."""
     work, p, (parts, mine, whole) = held.work, held.work.problem, partials
     f, top, mass, total, group = rows.f, whole[0], whole[1], None, p.group
-    tiles, bracket = listed(work, f, parts, mine, top, group, k=p.top_k, p=p.top_p)
-    logits = (work, held.of(rows), f, tiles, top)
+    logits, bracket = listed(work, held.of(rows), f, parts, mine, top, group, k=p.top_k, p=p.top_p)
 
     def kept(bracket: Tensor, wanted: Tensor, *, count: bool, total: Tensor | None = None) -> Tensor:
         """Keys [m] of the thresholds, with `threshold` and `out` filled in."""
         if group is None:
-            return find(*logits, bracket, wanted, threshold, out, count=count, total=total)
-        least = search(*logits, bracket, wanted, group, count=count)
-        kept_sums(*logits, least, threshold, out)
+            return find(logits, bracket, wanted, threshold, out, count=count, total=total)
+        least = search(logits, bracket, wanted, group, count=count)
+        kept_sums(logits, least, threshold, out)
         return least
 
     if p.top_k is not None:

@@ -18,17 +18,15 @@ through all listed tiles, as they do where those are few.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from logitless_triton.candidates import Tiles, blocks, float_of, key_of
 from logitless_triton.layout import SAMPLE, shortlist_length
-from logitless_triton.threshold import LANES, LOOK, add_up, look, narrowed, store_sums
-from logitless_triton.tile import FLOOR, ceil_div
+from logitless_triton.listing import Listing, blocks, factors, float_of, key_of, load_bracket, program_rows
+from logitless_triton.threshold import LANES, LOOK, add_up, load_sums, look, merged, narrowed, store_sums
+from logitless_triton.tile import FLOOR
 
 __all__ = ["find"]
 
@@ -81,15 +79,12 @@ def _sample_kernel(
     COUNT: tl.constexpr,
     NESTED: tl.constexpr,
 ):
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = rows < N
+    rows, inside = program_rows(N, ROWS)
     count = tl.load(count_ptr + rows, mask=inside, other=0)
-    low = tl.load(bracket + rows, mask=inside, other=0)
-    high = tl.load(bracket + N + rows, mask=inside, other=0)
+    low, high = load_bracket(bracket, rows, N, inside)
     sampled = count * WIDTH > tl.maximum(SAMPLE, LENGTH)  # fewer always have room
     if tl.max(sampled.to(tl.int32), 0) > 0:
-        f = tl.load(f_ptr + rows, mask=inside, other=0.0)
-        M = tl.load(M_ptr + rows, mask=inside, other=0.0)
+        f, M = factors(f_ptr, M_ptr, rows, inside)
         total = tl.load(total_ptr + rows, mask=inside, other=0.0)
         wanted = tl.load(wanted_ptr + rows, mask=inside, other=0.0)
         at = rows.to(tl.int64)[:, None]
@@ -113,6 +108,12 @@ def _sample_kernel(
         high = tl.where(sampled, surely_not, high)
     tl.store(near + rows, low, mask=inside)
     tl.store(near + N + rows, high, mask=inside)
+
+
+@triton.jit
+def _lanes(placed_ptr, rows):
+    """Where it stands how many logits each lane has put into the short list: [ROWS, LANES]."""
+    return placed_ptr + rows.to(tl.int64)[:, None] * LANES + tl.arange(0, LANES)[None, :]
 
 
 @triton.jit(do_not_specialize=["N", "V", "stride_ids", "stride_held", "stride_out"])
@@ -141,34 +142,29 @@ def _split_kernel(
     BLOCK: tl.constexpr,
     COUNT: tl.constexpr,
 ):
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = rows < N
-    f = tl.load(f_ptr + rows, mask=inside, other=0.0)
-    M = tl.load(M_ptr + rows, mask=inside, other=0.0)
+    rows, inside = program_rows(N, ROWS)
+    f, M = factors(f_ptr, M_ptr, rows, inside)
     count = tl.load(count_ptr + rows, mask=inside, other=0)
-    low = tl.load(near + rows, mask=inside, other=0)
-    high = tl.load(near + N + rows, mask=inside, other=0)
+    low, high = load_bracket(near, rows, N, inside)
     source = (held, ids, V, stride_held, stride_ids)
     in_short = count * WIDTH > SAMPLE
     count = tl.where(in_short, count, 0)
-    rest, largest, moment, squares, dropped, number, placed = add_up(
+    sums, number, placed = add_up(
         source, rows, count, f, M, float_of(high), float_of(low), short, LENGTH, False, True, WIDTH, ROWS, BLOCK
     )
-    above = number.to(tl.float32) if COUNT else rest + largest
+    above = number.to(tl.float32) if COUNT else sums[0] + sums[1]
     wanted = tl.load(wanted_ptr + rows, mask=inside, other=0.0)
     too_high = in_short & (above >= wanted)
     overflows = in_short & (tl.max(placed, 1) > LENGTH // LANES)
     if tl.max((too_high | overflows).to(tl.int32), 0) > 0:
-        floor = tl.load(bracket + rows, mask=inside, other=0)
-        ceiling = tl.load(bracket + N + rows, mask=inside, other=0)
+        floor, ceiling = load_bracket(bracket, rows, N, inside)
         tl.debug_barrier()  # every thread has read what is written now
         tl.store(near + rows, tl.where(too_high, high, tl.where(overflows, floor, low)), mask=inside)
         tl.store(near + N + rows, tl.where(too_high, ceiling, high), mask=inside)
         in_short = in_short & (too_high == 0) & (overflows == 0)
-    at = placed_ptr + rows.to(tl.int64)[:, None] * LANES + tl.arange(0, LANES)[None, :]
-    tl.store(at, tl.where(in_short[:, None], placed, -1), mask=inside[:, None])
+    tl.store(_lanes(placed_ptr, rows), tl.where(in_short[:, None], placed, -1), mask=inside[:, None])
     tl.store(above_ptr + rows, above, mask=inside)
-    store_sums(out, rows, inside, stride_out, rest, largest, moment, squares, dropped)
+    store_sums(out, rows, inside, stride_out, sums)
 
 
 @triton.jit(do_not_specialize=["N", "V", "stride_ids", "stride_held", "stride_out"])
@@ -199,25 +195,18 @@ def _find_kernel(
     BLOCK: tl.constexpr,
     COUNT: tl.constexpr,
 ):
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = rows < N
-    f = tl.load(f_ptr + rows, mask=inside, other=0.0)
-    M = tl.load(M_ptr + rows, mask=inside, other=0.0)
+    rows, inside = program_rows(N, ROWS)
+    f, M = factors(f_ptr, M_ptr, rows, inside)
     wanted = tl.load(wanted_ptr + rows, mask=inside, other=0.0)
     count = tl.load(count_ptr + rows, mask=inside, other=0)
-    low = tl.load(near + rows, mask=inside, other=0)
-    high = tl.load(near + N + rows, mask=inside, other=0)
-    rest = tl.full((ROWS,), 0.0, tl.float32)
-    largest = tl.full((ROWS,), 0.0, tl.float32)
-    moment = tl.full((ROWS,), 0.0, tl.float32)
-    squares = tl.full((ROWS,), 0.0, tl.float32)
-    dropped = tl.load(outside_ptr + rows, mask=inside, other=0.0)
+    low, high = load_bracket(near, rows, N, inside)
+    zero = tl.full((ROWS,), 0.0, tl.float32)
+    sums = (zero, zero, zero, zero, tl.load(outside_ptr + rows, mask=inside, other=0.0))
     if LENGTH > 0:
         PART: tl.constexpr = 4 * LANES
         floor = tl.load(bracket + rows, mask=inside, other=0)
         above = tl.load(above_ptr + rows, mask=inside, other=0.0)
-        at = placed_ptr + rows.to(tl.int64)[:, None] * LANES + tl.arange(0, LANES)[None, :]
-        placed = tl.load(at, mask=inside[:, None], other=-1)
+        placed = tl.load(_lanes(placed_ptr, rows), mask=inside[:, None], other=-1)
         most = tl.max(placed, 1)
         in_short = most >= 0
         listing = (short, LENGTH, placed)
@@ -239,17 +228,13 @@ def _find_kernel(
             pending = in_short & (high - low > 1)
         threshold = float_of(low)
         places = tl.where(in_short, most, 0)
-        rest, largest, moment, squares, below, _, _ = add_up(
+        of_list, _, _ = add_up(
             listing, rows, places, f, M, threshold, threshold, short, 0, True, False, WIDTH, ROWS, PART
         )
         count = tl.where(in_short, 0, count)
-        is_split = inside & in_short
-        rest += tl.load(out + rows, mask=is_split, other=0.0)
-        largest += tl.load(out + stride_out + rows, mask=is_split, other=0.0)
-        moment += tl.load(out + 2 * stride_out + rows, mask=is_split, other=0.0)
-        squares += tl.load(out + 3 * stride_out + rows, mask=is_split, other=0.0)
-        below = tl.maximum(below, tl.load(out + 4 * stride_out + rows, mask=is_split, other=-float("inf")))
-        dropped = tl.maximum(dropped, below)
+        of_others = load_sums(out, rows, inside & in_short, stride_out)  # than are in the list
+        rest, largest, moment, squares, below = merged(of_list, of_others)
+        sums = (rest, largest, moment, squares, tl.maximum(sums[4], below))
     source = (held, ids, V, stride_held, stride_ids)
     pending = (count > 0) & (high - low > 1)
     while tl.max(pending.to(tl.int32), 0) > 0:
@@ -262,30 +247,14 @@ def _find_kernel(
         high = tl.where(pending, new_high, high)
         pending = (count > 0) & (high - low > 1)
     threshold = float_of(low)
-    more_rest, more_largest, more_moment, more_squares, below, _, _ = add_up(
-        source, rows, count, f, M, threshold, threshold, short, 0, False, False, WIDTH, ROWS, BLOCK
-    )
+    of_tiles, _, _ = add_up(source, rows, count, f, M, threshold, threshold, short, 0, False, False, WIDTH, ROWS, BLOCK)
     tl.store(least_ptr + rows, low, mask=inside)
     tl.store(threshold_ptr + rows, threshold, mask=inside)
-    store_sums(
-        out,
-        rows,
-        inside,
-        stride_out,
-        rest + more_rest,
-        largest + more_largest,
-        moment + more_moment,
-        squares + more_squares,
-        tl.maximum(dropped, below),
-    )
+    store_sums(out, rows, inside, stride_out, merged(sums, of_tiles))
 
 
 def find(
-    work: Any,
-    held: Tensor,
-    f: Tensor,
-    tiles: Tiles,
-    top: Tensor,
+    logits: Listing,
     bracket: Tensor,
     wanted: Tensor,
     threshold: Tensor,
@@ -294,54 +263,29 @@ def find(
     count: bool,
     total: Tensor | None = None,
 ) -> Tensor:
-    """Keys [m] of the thresholds, as `logitless_triton.threshold.search` has them; and what `kept_sums` finds.
+    """Keys [m] of the thresholds, as `logitless_triton.rounds.search` has them; and what `kept_sums` finds.
 
     Args:
-        held: [m, whole tiles] logits.
-        top: [m], M.
         bracket: [2, m], of `listed`, or from another threshold on.
         wanted: [m], Σ 2^((x−M)·f) that is enough; with `count`, a number of logits.
         threshold: [m], to be filled in.
         out: `SUMS` [5, m], to be filled in.
         total: [m] mass of all logits from another threshold on, where the bracket begins with it.
     """
-    rows, length = f.shape[0], shortlist_length(held.shape[1])
-    least = bracket.new_empty(rows)
-    if not rows:
-        return least
+    work, (rows, columns) = logits.work, logits.held.shape
+    least, length, sizes = bracket.new_empty(rows), shortlist_length(columns), blocks(work)
     near, short, placed, above = bracket, work.empty(0), least, work.empty(0)
-    sizes = blocks(work)
-    grid = (ceil_div(rows, sizes["ROWS"]),)
-    listed = (held, tiles.ids, tiles.count)
-    numbers = (rows, work.head.valid, tiles.ids.stride(0), held.stride(0))
     if length:
         near, above = torch.empty_like(bracket), work.empty(rows)
         short, placed = work.empty(rows, length), work.empty(rows, LANES.value, dtype=torch.int32)
         lengths = {"LENGTH": length, "SAMPLE": SAMPLE, "COUNT": count}
         sample = {"WIDTH": sizes["WIDTH"], "ROWS": sizes["ROWS"], "NESTED": total is not None, "num_warps": 8}
-        whole = tiles.mass if total is None else total
-        _sample_kernel[grid](*listed, f, top, whole, wanted, bracket, near, *numbers, **lengths, **sample)
-        found = (near, short, placed, above, out)
-        _split_kernel[grid](*listed, f, top, wanted, bracket, *found, *numbers, out.stride(0), **lengths, **sizes)
-    _find_kernel[grid](
-        *listed,
-        tiles.outside,
-        f,
-        top,
-        wanted,
-        bracket,
-        near,
-        short,
-        placed,
-        above,
-        least,
-        threshold,
-        out,
-        *numbers,
-        out.stride(0),
-        LENGTH=length,
-        COUNT=count,
-        **blocks(work, LOOK),
-        maxnreg=80,  # six programs of a multiprocessor: on an H200 all rows of a chunk at once
-    )
+        whole = logits.mass if total is None else total
+        logits.launch(_sample_kernel, logits.f, logits.top, whole, wanted, bracket, near, **lengths, **sample)
+        own = (logits.f, logits.top, wanted, bracket, near, short, placed, above, out)
+        logits.launch(_split_kernel, *own, stride_out=out.stride(0), **lengths, **sizes)
+    own = (logits.outside, logits.f, logits.top, wanted, bracket, near, short, placed, above, least, threshold, out)
+    options = {"LENGTH": length, "COUNT": count, **blocks(work, LOOK)}
+    options["maxnreg"] = 80  # six programs of a multiprocessor: on an H200 all rows of a chunk at once
+    logits.launch(_find_kernel, *own, stride_out=out.stride(0), **options)
     return least

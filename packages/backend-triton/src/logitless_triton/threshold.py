@@ -1,14 +1,11 @@
-"""The least logit that a token keeps, and sums over the kept ones, from logits that are held.
+"""What is found in logits that are held: masses above some levels, and sums over what is kept.
 
 The threshold t of a kept set {x >= t} is searched for among the floats from a floor to M, in the order of their bits,
 which holds ties exactly: a round finds the mass (or the number) of the logits at or above seven levels, and with it an
-eighth of the interval; the largest and the least logit within say when only one is left. Only the tiles of
-`logitless_triton.candidates` are read.
+eighth of the interval; the largest and the least logit within say when only one is left.
 
-Here the rounds are launches, so that ranks which share a vocabulary can add up their masses in between. On one rank
-`logitless_triton.shortlist` makes them in one launch, and by other levels.
-
-A program serves one row (in the interpreter, whose time goes by programs, more), whose bits depend on nothing else.
+On one rank `logitless_triton.shortlist` makes all rounds in one launch; `logitless_triton.rounds` makes each one of
+its own, by other levels.
 """
 
 # mypy: ignore-errors
@@ -16,24 +13,18 @@ A program serves one row (in the interpreter, whose time goes by programs, more)
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from logitless.collectives import gather_stacked
-from logitless_triton.candidates import Tiles, blocks, float_of, key_of, tile_logits
-from logitless_triton.tile import FLOOR, ceil_div
+from logitless_triton.listing import float_of, key_of, tile_logits
+from logitless_triton.tile import FLOOR
 
-__all__ = ["LANES", "LOOK", "SUMS", "add_up", "kept_sums", "look", "narrowed", "search", "store_sums"]
+__all__ = ["LANES", "LOOK", "SUMS", "add_up", "load_sums", "look", "merged", "narrowed", "store_sums"]
 
-ROUNDS = 11  # of an eighth each: 2^32 floats
 LANES = tl.constexpr(128)  # threads of a program
 LOOK = 1024  # logits of a row that are compared with the levels together: what fits the registers
 SUMS = ("rest", "largest", "moment", "squares", "dropped")
-"""Rows of `kept_sums`: Σ 2^((x−M)·f) of x < M, how many x are M, T and Σ 2^(2(x−M)·f) of what is kept, and the largest
+"""Of a row: Σ 2^((x−M)·f) of x < M, how many x are M, T and Σ 2^(2(x−M)·f) of what is kept, and the largest
 x that is not."""
 
 
@@ -207,194 +198,29 @@ def add_up(
             at = tl.reshape(own + place * LANES, (ROWS * BLOCK,))
             tl.store(short + at, tl.reshape(x, (ROWS * BLOCK,)), mask=tl.reshape(room, (ROWS * BLOCK,)))
             placed += tl.sum(chosen.to(tl.int32), 1)
-    return (
-        tl.sum(rest, 1),
-        tl.sum(largest, 1),
-        tl.sum(moment, 1),
-        tl.sum(squares, 1),
-        tl.max(dropped, 1),
-        tl.sum(number, 1),
-        placed,
-    )
+    sums = (tl.sum(rest, 1), tl.sum(largest, 1), tl.sum(moment, 1), tl.sum(squares, 1), tl.max(dropped, 1))
+    return sums, tl.sum(number, 1), placed
 
 
 @triton.jit
-def store_sums(out, rows, inside, stride_out, rest, largest, moment, squares, dropped):
+def merged(a, b):
+    """`SUMS` of what two `SUMS` are of."""
+    return a[0] + b[0], a[1] + b[1], a[2] + b[2], a[3] + b[3], tl.maximum(a[4], b[4])
+
+
+@triton.jit
+def load_sums(out, rows, inside, stride_out):
+    """What `store_sums` has put there."""
+    rest = tl.load(out + rows, mask=inside, other=0.0)
+    largest = tl.load(out + stride_out + rows, mask=inside, other=0.0)
+    moment = tl.load(out + 2 * stride_out + rows, mask=inside, other=0.0)
+    squares = tl.load(out + 3 * stride_out + rows, mask=inside, other=0.0)
+    dropped = tl.load(out + 4 * stride_out + rows, mask=inside, other=-float("inf"))
+    return rest, largest, moment, squares, dropped
+
+
+@triton.jit
+def store_sums(out, rows, inside, stride_out, sums):
     """Put [ROWS] of each of `SUMS` into its row."""
-    tl.store(out + rows, rest, mask=inside)
-    tl.store(out + stride_out + rows, largest, mask=inside)
-    tl.store(out + 2 * stride_out + rows, moment, mask=inside)
-    tl.store(out + 3 * stride_out + rows, squares, mask=inside)
-    tl.store(out + 4 * stride_out + rows, dropped, mask=inside)
-
-
-@triton.jit(do_not_specialize=["N", "V", "stride_ids", "stride_held"])
-def _round_kernel(
-    held,
-    ids,
-    count_ptr,
-    f_ptr,
-    M_ptr,
-    wanted_ptr,
-    before,
-    after,
-    found,
-    out,
-    N,
-    V,
-    stride_ids,
-    stride_held,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    RANKS: tl.constexpr,
-    COUNT: tl.constexpr,
-):
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = rows < N
-    low = tl.load(before + rows, mask=inside, other=0)
-    high = tl.load(before + N + rows, mask=inside, other=0)
-    ways = tl.arange(0, 8)[None, :]
-    if RANKS > 0:  # what the last round found on each rank
-        mass = tl.full((ROWS, 8), 0.0, tl.float32)
-        largest = tl.full((ROWS,), -float("inf"), tl.float32)
-        least = tl.full((ROWS,), float("inf"), tl.float32)
-        for rank in range(RANKS):
-            at = found + rank * 10 * N + rows
-            mass += tl.load(at[:, None] + ways * N, mask=inside[:, None], other=0.0)
-            largest = tl.maximum(largest, tl.load(at + 8 * N, mask=inside, other=0.0))
-            least = tl.minimum(least, tl.load(at + 9 * N, mask=inside, other=0.0))
-        wanted = tl.load(wanted_ptr + rows, mask=inside, other=0.0)
-        low, high = narrowed(low, high, mass, largest, least, wanted, False)
-    tl.store(after + rows, low, mask=inside)  # not where it was read: another thread may not have read it yet
-    tl.store(after + N + rows, high, mask=inside)
-    is_open = high - low > 1
-    if tl.max(is_open.to(tl.int32), 0) > 0:
-        f = tl.load(f_ptr + rows, mask=inside, other=0.0)
-        M = tl.load(M_ptr + rows, mask=inside, other=0.0)
-        count = tl.load(count_ptr + rows, mask=is_open, other=0)
-        source = (held, ids, V, stride_held, stride_ids)
-        mass, largest, least = look(source, rows, count, f, M, low, high, False, False, WIDTH, ROWS, BLOCK, COUNT)
-        tl.store(out + rows[:, None] + ways * N, mass, mask=inside[:, None])
-        tl.store(out + 8 * N + rows, largest, mask=inside)
-        tl.store(out + 9 * N + rows, least, mask=inside)
-
-
-def search(
-    work: Any,
-    held: Tensor,
-    f: Tensor,
-    tiles: Tiles,
-    top: Tensor,
-    bracket: Tensor,
-    wanted: Tensor,
-    group: Any,
-    *,
-    count: bool,
-) -> Tensor:
-    """[m] keys of the thresholds: the largest t such that the logits at or above it are enough, of all ranks'.
-
-    Args:
-        held: [m, whole tiles] this rank's logits.
-        top: [m], M of all ranks.
-        bracket: [2, m], of `listed`; it is left as it was.
-        wanted: [m], Σ 2^((x−M)·f) that is enough; with `count`, a number of logits.
-    """
-    rows, ranks, sizes = f.shape[0], 0, blocks(work, LOOK)
-    found, out = work.empty(0), work.empty(10, rows)
-    after, spare = torch.empty_like(bracket), torch.empty_like(bracket)
-    if not rows:
-        return bracket[0]
-    for _ in range(ROUNDS + 1):  # the last one only reads what the one before it has found
-        if not bracket.is_cuda and bool((bracket[1] - bracket[0] <= 1).all()):  # where looking costs nothing
-            break
-        _round_kernel[(ceil_div(rows, sizes["ROWS"]),)](
-            held,
-            tiles.ids,
-            tiles.count,
-            f,
-            top,
-            wanted,
-            bracket,
-            after,
-            found,
-            out,
-            rows,
-            work.head.valid,
-            tiles.ids.stride(0),
-            held.stride(0),
-            RANKS=ranks,
-            COUNT=count,
-            **sizes,
-        )
-        bracket, after, spare = after, spare, after
-        found = gather_stacked(out, group)
-        ranks = found.shape[0]
-    return bracket[0]
-
-
-@triton.jit(do_not_specialize=["N", "V", "stride_ids", "stride_held", "stride_out"])
-def _sums_kernel(
-    held,
-    ids,
-    count_ptr,
-    outside_ptr,
-    f_ptr,
-    M_ptr,
-    least_ptr,
-    threshold_ptr,
-    out,
-    N,
-    V,
-    stride_ids,
-    stride_held,
-    stride_out,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = rows < N
-    threshold = float_of(tl.load(least_ptr + rows, mask=inside, other=0))
-    f = tl.load(f_ptr + rows, mask=inside, other=0.0)
-    M = tl.load(M_ptr + rows, mask=inside, other=0.0)
-    count = tl.load(count_ptr + rows, mask=inside, other=0)
-    source = (held, ids, V, stride_held, stride_ids)
-    rest, largest, moment, squares, dropped, _, _ = add_up(
-        source, rows, count, f, M, threshold, threshold, held, 0, False, False, WIDTH, ROWS, BLOCK
-    )
-    dropped = tl.maximum(dropped, tl.load(outside_ptr + rows, mask=inside, other=0.0))
-    tl.store(threshold_ptr + rows, threshold, mask=inside)
-    store_sums(out, rows, inside, stride_out, rest, largest, moment, squares, dropped)
-
-
-def kept_sums(
-    work: Any,
-    held: Tensor,
-    f: Tensor,
-    tiles: Tiles,
-    top: Tensor,
-    least: Tensor,
-    threshold: Tensor,
-    out: Tensor,
-) -> None:
-    """`SUMS` [5, m] of this rank into `out`, and into `threshold` [m] the float that `search` has found."""
-    rows, sizes = f.shape[0], blocks(work)
-    if rows:
-        _sums_kernel[(ceil_div(rows, sizes["ROWS"]),)](
-            held,
-            tiles.ids,
-            tiles.count,
-            tiles.outside,
-            f,
-            top,
-            least,
-            threshold,
-            out,
-            rows,
-            work.head.valid,
-            tiles.ids.stride(0),
-            held.stride(0),
-            out.stride(0),
-            **sizes,
-        )
+    for row in tl.static_range(5):
+        tl.store(out + row * stride_out + rows, sums[row], mask=inside)
