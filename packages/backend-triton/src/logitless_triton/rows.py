@@ -40,7 +40,7 @@ class Head:
         scale, cap = problem.scale, problem.softcap
         if scale == 0:
             cap = 1.0  # of any size: x is tanh(0·x), so that all are equal, as z are
-        size = max(abs(scale), 1e-20) if cap is None else cap  # not 0: times it, −inf has to stay −inf
+        size = max(abs(scale), 1e-20) if cap is None else cap  # not 0 in fp32: times f, −inf has to stay −inf
         return cls(
             weight=problem.weight,
             bias=problem.bias,
