@@ -4,6 +4,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,7 @@ def test_metadata_say_how_text_became_tokens(score: Score, write: Write, varied:
     assert metadata["run"]["options"]["temperature"] == 0.5
     assert metadata["model"]["dtype"] == "float32"
     assert metadata["layout"] == "thd"
-    assert metadata["run"]["versions"]["torch"] == torch.__version__
+    assert metadata["run"]["versions"]["torch"] == version("torch")
 
 
 @pytest.mark.parametrize("name", ["scores.jsonl", "scores.parquet"])
