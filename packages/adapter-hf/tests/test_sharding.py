@@ -21,7 +21,6 @@ from logitless.reference import scores_of
 from logitless.testing.distributed import run_ranks
 from logitless_hf import bind, inspect_head
 
-# 101 rows on two ranks: shards of 51 and 50.
 PLANNED = ["llama", "gemma2", "cohere"]  # the last two tie their embeddings
 Build = Callable[[], Any]
 
@@ -96,14 +95,22 @@ def assert_as_whole(build: Build, reference: nn.Module, tokens: Tensor, check: A
     not hasattr(tensor_parallel.TensorParallelLayer, "install_forward"),
     reason="this transformers shards heads in another way: by hooks (4.x), or not by default (5.0 to 5.3)",
 )
+@pytest.mark.parametrize("rows", [101, 102])
 @pytest.mark.parametrize("family", PLANNED)
-def test_a_plan_of_transformers(family: str, make_model: Any, tokens: Tensor, check: Any, tmp_path: Path) -> None:
-    make_model(family).save_pretrained(tmp_path)
+def test_a_plan_of_transformers(
+    family: str, rows: int, make_model: Any, tokens: Tensor, check: Any, tmp_path: Path
+) -> None:
+    make_model(family, vocab_size=rows).save_pretrained(tmp_path)
 
     def load(**options: Any) -> Any:
         return AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64, **options).eval()
 
-    assert_as_whole(lambda: load(tp_plan="auto"), load(), tokens, check)
+    try:
+        assert_as_whole(lambda: load(tp_plan="auto"), load(), tokens, check)
+    except RuntimeError as error:
+        if "must be divisible by the tensor parallel size" not in str(error):
+            raise
+        pytest.skip("this transformers (5.20) splits no vocabulary unevenly")
 
 
 def parallelized(model: nn.Module, **layouts: Any) -> Any:

@@ -86,14 +86,17 @@ def capture(
     return output, first_stream(stand_in.hidden), head
 
 
-@contextmanager
-def _forward_as(module: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
-    """Within the block, `module(...)` runs `function` in place of its forward, inside of the module's hooks."""
+def _call_as(module: nn.Module, function: Callable[..., Any], hidden: Tensor) -> Any:
+    """`module(hidden)` with `function` in place of its forward, inside of the module's hooks."""
+    hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
+    # torch.compile sees an instance's own forward from torch 2.13 on.
+    if torch.compiler.is_compiling() and not any(hooks) and "_hf_hook" not in module.__dict__:
+        return function(hidden)
     name = "_old_forward" if "_hf_hook" in module.__dict__ else "forward"  # accelerate's hook calls _old_forward
     before = module.__dict__.get(name)
     module.__dict__[name] = function
     try:
-        yield
+        return module(hidden)
     finally:
         if before is None:
             del module.__dict__[name]
@@ -133,8 +136,7 @@ def check_linear(model: nn.Module, call: Callable[[], Any]) -> None:
         return hidden.new_zeros(())
 
     def answer(hidden: Tensor) -> Tensor:
-        with _forward_as(head.linear, compare):
-            head.linear(hidden)
+        _call_as(head.linear, compare, hidden)
         return _no_logits(hidden)
 
     capture(model, call, answer)
@@ -163,11 +165,9 @@ def call_head(head: Head, hidden: Tensor, op: Callable[..., Results]) -> Any:
         pairs = lora_pairs(head, hidden)
         if head.linear is head.outer:
             return inner(hidden, pairs)
-        with _forward_as(head.linear, lambda hidden: inner(hidden, pairs)):
-            return head.linear(hidden)
+        return _call_as(head.linear, lambda hidden: inner(hidden, pairs), hidden)
 
-    with _forward_as(head.outer, outer):
-        results = head.outer(hidden)
+    results = _call_as(head.outer, outer, hidden)
     if parallel:
         results = opened(results, exact[0])
     # A hook may hang a node of its own on the results, but not round them, as FSDP2's `output_dtype` does.

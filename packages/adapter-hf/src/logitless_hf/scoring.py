@@ -123,7 +123,7 @@ def _family_call(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Map
     names, _ = _parameters(forward)
     if len(args) > len(names):
         raise InvalidInputError(f"got {len(args)} positional arguments, expected at most {len(names)}")
-    call = dict(zip(names, args, strict=False))
+    call = dict(zip(names[: len(args)], args, strict=True))
     twice = call.keys() & kwargs.keys()
     if twice:
         raise InvalidInputError(f"{', '.join(sorted(twice))}: given both by position and by name")
