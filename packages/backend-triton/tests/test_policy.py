@@ -1,4 +1,4 @@
-"""The single pass where no gradient is wanted: the loss and the scores, and nothing that gradients need."""
+"""The single pass' loss and scores, where no gradient is wanted and where a loss writes into what it is given."""
 
 from __future__ import annotations
 
@@ -31,3 +31,11 @@ def test_without_gradients(options: dict[str, Any]) -> None:
     torch.testing.assert_close(scores.log_probs, want.log_probs)
     torch.testing.assert_close(scores.entropy, want.entropy)
     torch.testing.assert_close(loss, (weights * want.log_probs).sum())
+
+
+def test_what_a_loss_writes_into_its_scores_stays_there() -> None:
+    example = random_example(9, vocab=40, hidden_size=16, dtype=torch.float32, device=DEVICE)
+    with torch.no_grad():
+        inputs = (example.hidden, example.head, example.labels)
+        _, scores = linear_policy_loss(*inputs, lambda scores, i: scores.log_probs.exp_(), backend="triton")
+    assert torch.equal(scores.log_probs, example.score(backend="triton").log_probs)

@@ -43,7 +43,7 @@ class Head:
         size = max(abs(scale), 1e-20) if cap is None else cap  # not 0 in fp32: times f, −inf has to stay −inf
         return cls(
             weight=problem.weight,
-            bias=problem.bias,
+            bias=None if problem.bias is None else problem.bias.contiguous(),
             lora_b=problem.lora_b,
             valid=problem.vocab_valid,
             softcap=cap is not None,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.autograd import Function
 from logitless._arithmetic import plain_arithmetic
 from logitless._call import FIRST_ONLY, Call, SomeIgnored, make_call, spread
 from logitless._live import Live
+from logitless._ops import _batched
 from logitless.errors import InputTypeError, InvalidInputError, LogitlessError, UnsupportedError
 from logitless.head import LMHead
 from logitless.types import Needs, PolicyResult, TokenLogProbs
@@ -43,6 +45,35 @@ def _foreign_leaf(contributions: Tensor, leaves: list[Tensor]) -> bool:
             return True
         stack.extend(parent for parent, _ in node.next_functions)
     return False
+
+
+def _saving_hooks() -> Any:
+    """The hooks, by whoever called, that see what is saved for a backward; None: there are none."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def _refuse_checkpoint() -> None:
+    hooks = _saving_hooks()
+    if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint":
+        raise UnsupportedError(
+            "head.grad_buffer: got linear_policy_loss inside torch.utils.checkpoint(use_reentrant=False), whose second "
+            "run would fill the buffer again; call it outside of the checkpoint, leave the buffer out, or take "
+            "linear_log_probs"
+        )
+
+
+def _unhooked() -> AbstractContextManager[Any]:
+    """Within it no hook sees what is saved: checkpoint's would run all of its region again for each chunk."""
+
+    def give(saved: tuple[Tensor, int]) -> Tensor:
+        tensor, version = saved
+        if tensor._version != version:  # what autograd itself would notice
+            raise InvalidInputError("loss_fn: changed in place a tensor that its gradient needs; make a new one there")
+        return tensor
+
+    if _saving_hooks() is None:
+        return nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: (tensor, tensor._version), give)
 
 
 class _ChunkLoss:
@@ -74,11 +105,12 @@ class _ChunkLoss:
         if not self.call.validate:  # nothing was compacted: what the loss says of ignored tokens is dropped
             ignored = self.call.labels[tokens.start : tokens.stop] == self.call.ignore_index
             log_probs, entropy = self.call.unchecked(log_probs, entropy, index=index)  # type: ignore[assignment]
-        log_prob_leaf = log_probs.detach().requires_grad_(self.with_grad)
+        # Copies, since a loss_fn may write into what it is given, and the call returns these scores.
+        log_prob_leaf = log_probs.detach().clone().requires_grad_(self.with_grad)
         entropy_leaf = None
         if entropy is not None:
-            entropy_leaf = entropy.detach().requires_grad_(self.with_grad and self.entropy_grad)
-        with torch.set_grad_enabled(self.with_grad):
+            entropy_leaf = entropy.detach().clone().requires_grad_(self.with_grad and self.entropy_grad)
+        with _unhooked(), torch.set_grad_enabled(self.with_grad):
             contributions = self._contributions(TokenLogProbs(log_prob_leaf, entropy_leaf), index)
             self._check(contributions, len(tokens))
             if ignored is not None:
@@ -162,6 +194,11 @@ class _PolicyLoss(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
             raise UnsupportedError(FIRST_ONLY)
+        if _batched(*grads):
+            raise UnsupportedError(
+                "linear_policy_loss: got a batch of backwards at once (is_grads_batched, vectorize), expected one; "
+                "take linear_log_probs"
+            )
         if ctx.gradients is None:
             raise UnsupportedError(
                 "linear_policy_loss: got a second backward, expected one; its gradients are made in the forward and "
@@ -211,7 +248,8 @@ def linear_policy_loss(
     Args:
         hidden, head, labels and all keywords: as in `linear_log_probs`; one label for each hidden state. With
             `head.grad_buffer` the buffer is filled in the forward, so the loss must be the one that is differentiated:
-            an upstream gradient other than 1 raises. What a call that raises had added to the buffer stays there.
+            an upstream gradient other than 1 raises, and so does a call inside of `checkpoint(use_reentrant=False)`.
+            What a call that raises had added to the buffer stays there.
         loss_fn: `loss_fn(scores, token_index) -> [m]`, called for one chunk of tokens at a time. `scores` are the
             chunk's `TokenLogProbs` [m], `token_index` [m] its tokens' places in `labels.flatten()`, with which it
             takes its slice of advantages or old log-probs. It returns each token's contribution, already weighted
@@ -278,11 +316,14 @@ def _single_pass(
             f"labels: got shape {tuple(labels.shape)} with hidden's {tuple(hidden.shape)}, expected one label for each "
             "hidden state; linear_log_probs scores several"
         )
+    grad_buffer = head.grad_buffer if isinstance(head, LMHead) else None
+    if needs_grad and grad_buffer is not None:
+        _refuse_checkpoint()
     settings = {
         "loss_fn": loss_fn,
         "entropy": entropy,
         "entropy_grad": entropy_grad,
-        "grad_buffer": head.grad_buffer if isinstance(head, LMHead) else None,
+        "grad_buffer": grad_buffer,
         "with_grad": needs_grad,
     }
     loss, log_probs, entropies = _PolicyLoss.apply(call, settings, *call.differentiable)  # type: ignore[no-untyped-call]

@@ -229,10 +229,10 @@ def by_column(problem: Problem) -> Problem:
 
 
 def as_if_contiguous(problem: Problem) -> Problem:
-    if problem.weight.is_contiguous():
-        return problem
-    flat = problem.weight.as_strided((problem.weight.numel(),), (1,))
-    return replace(problem, weight=flat.view(problem.weight.shape))
+    def flat(x: Tensor) -> Tensor:
+        return x if x.is_contiguous() else x.as_strided((x.numel(),), (1,)).view(x.shape)
+
+    return replace(problem, weight=flat(problem.weight), bias=None if problem.bias is None else flat(problem.bias))
 
 
 def validated_only(problem: Problem, out: Forwarded) -> Forwarded:
@@ -376,6 +376,7 @@ DEFECTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "test_opcheck": (KeepsMoreThanItTold, {"keep_bytes": 4000}),
     "test_strided_hidden": (grads_off, {}),
     "test_strided_weight": (reading(as_if_contiguous), {}),
+    "test_strided_bias": (reading(as_if_contiguous), {}),
     "test_inputs_are_not_written": (backward(written), {"option": "plain"}),
     "test_outputs_are_the_callers": (ReadsItsStatistics, {}),
     "test_grad_buffer": (OverwritesTheBuffer, {}),

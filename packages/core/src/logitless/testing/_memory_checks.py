@@ -134,6 +134,20 @@ class MemoryChecks(ConformanceChecks, kit=True):
         if beneath.grad is not None:
             check_gradients({**dict.fromkeys(example.leaves()), "weight": beneath.grad.T}, example)
 
+    def test_strided_bias(self, dtype: torch.dtype) -> None:
+        """A bias that is every other number of something."""
+        if "bias" in self.refuses:
+            pytest.skip("refused")
+        example = self.example(dtype, bias=True)
+        assert example.head.bias is not None
+        beneath = torch.stack((example.head.bias, torch.full_like(example.head.bias, 9.0)), 1).requires_grad_()
+        out = example.with_head(bias=beneath[:, 0]).score(backend=self.backend)
+        check_scores(out, example)
+        torch.autograd.backward([out.log_probs, entropy_of(out)], [example.grad_log_probs, example.grad_entropy])
+        expect(beneath.grad is not None, "a strided bias got no gradient")
+        if beneath.grad is not None:
+            check_gradients({**dict.fromkeys(example.leaves()), "bias": beneath.grad[:, 0]}, example)
+
     def test_inputs_are_not_written(self, dtype: torch.dtype, option: str) -> None:
         """Forward and backward leave every input as it was, by value and by version."""
         example = self.example(dtype, **OPTIONS[option])
