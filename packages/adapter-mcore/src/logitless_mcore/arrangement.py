@@ -23,7 +23,7 @@ from torch import Tensor
 from logitless import PackedBatch
 from logitless.errors import InputTypeError, InvalidInputError, UnsupportedError
 
-__all__ = ["Arrangement", "Layout", "Ranks", "arrange", "as_batch", "lengthened", "ramp"]
+__all__ = ["Arrangement", "Layout", "Ranks", "arrange", "as_batch", "as_rows", "lengthened", "ramp"]
 
 Layout = Literal["thd", "bshd"]
 Of = Literal["token", "prediction", "sequence"]
@@ -182,7 +182,7 @@ class Arrangement:
             x = x.index_select(-1, self._shard().input_ids)
         return x.reshape(*x.shape[:-1], *self.shape)
 
-    def pack(self, x: Any, of: Of = "prediction", fill: float = 0.0) -> Tensor:
+    def pack(self, x: Any, of: Of = "prediction", fill: float = 0.0, *, name: str = "x") -> Tensor:
         """Values of the caller's layout as the model takes them; `fill` at padding.
 
         Args:
@@ -190,8 +190,12 @@ class Arrangement:
             of: "token" shifts: x of a token goes where that token is predicted, within its sequence. "sequence"
                 spreads one value over its tokens.
             fill: what stands where no value belongs.
+            name: of the caller's argument, for errors.
         """
-        packed = self.batch.pack(x, of, fill)
+        try:
+            packed = self.batch.pack(x, of, fill)
+        except (InputTypeError, InvalidInputError) as error:
+            raise type(error)(f"{name}: {str(error).partition(': ')[2]}") from error
         return self.part(packed).reshape(*self.shape, *packed.shape[1:])
 
     def part(self, x: Tensor) -> Tensor:
@@ -220,18 +224,20 @@ class Arrangement:
         return replace(self.batch, input_ids=places).shard(self.ranks.cp_rank, self.ranks.cp)
 
 
-def as_batch(x: Tensor, attention_mask: Tensor | None = None) -> tuple[PackedBatch, Tensor | None]:
-    """The sequences of a mask [B, S], or of a nested tensor [B, j, ...] of any dtype, and the latter's offsets."""
-    if attention_mask is not None:
-        if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2:
-            got = (
-                tuple(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__qualname__
-            )
-            raise InvalidInputError(f"attention_mask: got {got}, expected a tensor [B, S] of 0 and 1")
-        ids = torch.zeros_like(attention_mask, dtype=torch.int64)
-        return PackedBatch.from_padded(ids, attention_mask), None
+def as_rows(attention_mask: Any, name: str = "attention_mask") -> PackedBatch:
+    """The sequences of a mask [B, S]; `name` is the argument's."""
+    if not isinstance(attention_mask, Tensor):
+        raise InputTypeError(f"{name}: got {type(attention_mask).__qualname__}, expected a tensor [B, S] of 0 and 1")
+    if attention_mask.is_nested or attention_mask.ndim != 2:
+        raise InvalidInputError(f"{name}: got {tuple(attention_mask.shape)}, expected a tensor [B, S] of 0 and 1")
+    return PackedBatch.from_padded(torch.zeros_like(attention_mask, dtype=torch.int64), attention_mask)
+
+
+def as_batch(x: Any) -> tuple[PackedBatch, Tensor | None]:
+    """The sequences of a nested tensor [B, j, ...] of any dtype, and its offsets."""
     if not isinstance(x, Tensor) or not x.is_nested or x.layout != torch.jagged:
-        raise InputTypeError("input_ids: expected a nested tensor of layout torch.jagged [B, j, ...]")
+        got = f"a tensor of layout {x.layout}" if isinstance(x, Tensor) else type(x).__qualname__
+        raise InputTypeError(f"input_ids: got {got}, expected a nested tensor of layout torch.jagged [B, j, ...]")
     nested: Any = x
     if nested._ragged_idx != 1:
         raise InvalidInputError("input_ids: its ragged dimension is not the second; transpose it back to [B, j, ...]")

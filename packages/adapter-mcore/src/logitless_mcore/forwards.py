@@ -13,9 +13,11 @@ from typing import Any
 
 from torch import Tensor
 
+from logitless import PackedBatch
 from logitless.errors import InvalidInputError, UnsupportedError
 from logitless.types import STATS
-from logitless_mcore.arrangement import IGNORE_INDEX, Arrangement, Layout, Ranks, arrange, as_batch
+from logitless_mcore.arguments import check_places, check_rows
+from logitless_mcore.arrangement import IGNORE_INDEX, Arrangement, Layout, Ranks, arrange, as_batch, as_rows
 from logitless_mcore.capture import is_last_stage, language_model, run_scored, unwrapped
 from logitless_mcore.examine import examined
 from logitless_mcore.head import Asked, Scored, score, vocab_size_of
@@ -23,7 +25,6 @@ from logitless_mcore.prediction import Ahead, own_logits, without_prediction
 from logitless_mcore.vision import images_of, vision_rows
 
 __all__ = [
-    "arranged_for",
     "fused_forward_model_gen",
     "fused_gptmodel_forward_no_padding",
     "gptmodel_forward_no_padding",
@@ -36,15 +37,26 @@ Processor = Callable[..., Mapping[str, Tensor]]
 # --- what the model is called with -----------------------------------------------------------------------------------
 
 
-def arranged_for(model: Any, input_ids: Tensor, attention_mask: Tensor | None, data_format: str) -> Arrangement:
-    """The arrangement of these sequences that the model takes."""
+def _rows_for(model: Any, input_ids: Tensor, attention_mask: Tensor, data_format: str) -> Arrangement:
+    """The arrangement of padded rows that the model takes."""
+    check_rows(input_ids, attention_mask)
+    return _arranged_for(model, as_rows(attention_mask), None, data_format)
+
+
+def _nested_for(model: Any, input_ids: Tensor, data_format: str) -> Arrangement:
+    """The arrangement of nested ids that the model takes."""
+    batch, offsets = as_batch(input_ids)
+    check_places("input_ids", input_ids, input_ids, integers=True)
+    return _arranged_for(model, batch, offsets, data_format)
+
+
+def _arranged_for(model: Any, batch: PackedBatch, offsets: Tensor | None, data_format: str) -> Arrangement:
     config = getattr(unwrapped(model), "config", None)
     fp8 = getattr(config, "fp8", None)
     if data_format not in ("thd", "bshd"):
         raise InvalidInputError(f"data_format: got {data_format!r}, expected 'thd' or 'bshd'")
     if data_format == "bshd" and fp8:
         raise UnsupportedError("data_format: got 'bshd' for a model in fp8, expected 'thd'")
-    batch, offsets = as_batch(input_ids, attention_mask)
     layout: Layout = "bshd" if data_format == "bshd" else "thd"
     sequence_parallel = bool(getattr(config, "sequence_parallel", False))
     return arrange(
@@ -63,7 +75,8 @@ def _inputs(
     """Keywords of a model's forward; a language model needs no mask: under a causal one, padding comes too late."""
     positions = arrangement.shaped(arrangement.batch.position_ids)
     if position_ids is not None:
-        positions = arrangement.pack(position_ids)
+        check_places("position_ids", position_ids, input_ids)
+        positions = arrangement.pack(position_ids, name="position_ids")
     inputs = {"input_ids": arrangement.pack(input_ids), "attention_mask": None, "position_ids": positions, **vision}
     if arrangement.params is not None:
         inputs["packed_seq_params"] = arrangement.params
@@ -77,17 +90,17 @@ def _looks_ahead(mtp_config: Any) -> bool:
 # --- by logits -------------------------------------------------------------------------------------------------------
 
 
-def _of_tokens(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.ndim > 1
-
-
 def _pack_all(
-    arrangement: Arrangement, arguments: Mapping[str, Any] | None, shifted: tuple[str, ...]
+    arrangement: Arrangement, input_ids: Tensor, arguments: Mapping[str, Any] | None, shifted: tuple[str, ...]
 ) -> dict[str, Any]:
-    return {
-        name: arrangement.pack(x, "token" if name in shifted else "prediction") if _of_tokens(x) else x
-        for name, x in (arguments or {}).items()
-    }
+    packed = {}
+    for key, x in (arguments or {}).items():
+        packed[key] = x
+        if isinstance(x, Tensor) and x.ndim > 1:
+            name = f"logits_processor_args[{key!r}]"
+            check_places(name, x, input_ids, more=None)
+            packed[key] = arrangement.pack(x, "token" if key in shifted else "prediction", name=name)
+    return packed
 
 
 def _logits_forward(
@@ -131,7 +144,8 @@ def model_forward_gen(vision_model: bool = False) -> Callable[..., Any]:
             model: a Megatron model, wrapped or not.
             input_ids: [B, S].
             attention_mask: [B, S] of 0 and 1, padded left, right or with holes.
-            position_ids: [B, S], or None to count from 0 in each sequence. Rotary embeddings count by themselves.
+            position_ids: [B, S], or None to count from 0 in each sequence. Rotary embeddings count by themselves, and
+                so does a vision model, whatever is given.
             multi_modal_inputs: any of pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw, in the order
                 of the rows; or None.
             logits_processor: `logits_processor(output, **packed args) -> dict`, whose values are brought back.
@@ -145,13 +159,16 @@ def model_forward_gen(vision_model: bool = False) -> Callable[..., Any]:
         Returns:
             [B, S, ...], 0 where the mask is 0; a dict of them with a processor; or the raw stage tensor.
         """
-        arrangement = arranged_for(model, input_ids, attention_mask, data_format)
+        arrangement = _rows_for(model, input_ids, attention_mask, data_format)
         images = images_of(model, multi_modal_inputs, input_ids.device)
-        inputs = _inputs(arrangement, input_ids, position_ids, images)
+        inputs = _inputs(arrangement, input_ids, None if vision_model else position_ids, images)
         if vision_model:
             inputs |= vision_rows(arrangement, input_ids, attention_mask)
-        arguments = _pack_all(arrangement, logits_processor_args, shifted=())
+        given = logits_processor_args or {}
+        arguments = _pack_all(arrangement, input_ids, given, shifted=())
         if _looks_ahead(mtp_config) and is_last_stage(model):
+            check_places("logits_processor_args['label']", given.get("label"), input_ids, integers=True)
+            check_places("logits_processor_args['label_mask']", given.get("label_mask"), input_ids)
             inputs |= {"labels": arguments["label"], "loss_mask": arguments["label_mask"]}
         return _logits_forward(model, arrangement, inputs, logits_processor, arguments, value_model)
 
@@ -174,15 +191,21 @@ def gptmodel_forward_no_padding(
     Of the processor's arguments, the one named `label` is shifted: each place gets the next token of its sequence, and
     0 after the last. A vision model needs `pad_token_id`.
     """
-    arrangement = arranged_for(model, input_ids, None, data_format)
+    arrangement = _nested_for(model, input_ids, data_format)
     inputs = _inputs(arrangement, input_ids, None, images_of(model, multi_modal_inputs, input_ids.device))
     if vision_model:
         inputs |= vision_rows(arrangement, input_ids, None, pad_token_id)
-    arguments = _pack_all(arrangement, logits_processor_args, shifted=("label",))
+    arguments = _pack_all(arrangement, input_ids, logits_processor_args, shifted=("label",))
     return _logits_forward(model, arrangement, inputs, logits_processor, arguments, value_model)
 
 
 # --- fused -----------------------------------------------------------------------------------------------------------
+
+
+def _check_temperature(temperature: Any, input_ids: Tensor) -> None:
+    """On every stage: one that refused it alone would leave the others waiting. A number is the op's to check."""
+    if isinstance(temperature, Tensor):
+        check_places("temperature", temperature, input_ids, coarser=True)
 
 
 def _temperature(arrangement: Arrangement, temperature: Tensor | float) -> Tensor | float:
@@ -190,7 +213,7 @@ def _temperature(arrangement: Arrangement, temperature: Tensor | float) -> Tenso
     if not isinstance(temperature, Tensor) or temperature.ndim == 0:
         return temperature
     of: Any = "sequence" if temperature.ndim == 1 else "prediction"
-    return arrangement.pack(temperature, of, 1.0).t()
+    return arrangement.pack(temperature, of, 1.0, name="temperature").t()
 
 
 def _fused_forward(
@@ -252,7 +275,8 @@ def fused_forward_model_gen(vision_model: bool = False) -> Callable[..., Any]:
         Args:
             model: a Megatron model, wrapped or not.
             input_ids: [B, S].
-            position_ids: [B, S], or None to count from 0 in each sequence. Rotary embeddings count by themselves.
+            position_ids: [B, S], or None to count from 0 in each sequence. Rotary embeddings count by themselves, and
+                so does a vision model, whatever is given.
             attention_mask: [B, S] of 0 and 1.
             labels: [B, S], the token that each place predicts, or [B, S, K], K to score there. -100 is not scored, and
                 costs nothing.
@@ -270,10 +294,14 @@ def fused_forward_model_gen(vision_model: bool = False) -> Callable[..., Any]:
             {"log_probs", "entropy"} and the statistics by name, [B, S] nats, 0 where a mask is 0; log_probs, and
             statistics of a label, [B, S, K] for such labels; or the raw stage tensor.
         """
-        arrangement = arranged_for(model, input_ids, attention_mask, data_format)
-        inputs = _inputs(arrangement, input_ids, position_ids, images_of(model, multi_modal_inputs, input_ids.device))
+        arrangement = _rows_for(model, input_ids, attention_mask, data_format)
+        images = images_of(model, multi_modal_inputs, input_ids.device)
+        inputs = _inputs(arrangement, input_ids, None if vision_model else position_ids, images)
         if vision_model:
             inputs |= vision_rows(arrangement, input_ids, attention_mask)
+        check_places("labels", labels, input_ids, integers=True, more=1)
+        check_places("labels_mask", labels_mask, input_ids)
+        _check_temperature(temperature, input_ids)
         unmarked = (labels_mask == 0).view(*labels_mask.shape, *[1] * (labels.ndim - 2))
         unscored = unmarked & (labels != IGNORE_INDEX)  # any token will do
         packed = arrangement.pack(labels.long().masked_fill(unscored, 0), fill=IGNORE_INDEX)
@@ -329,13 +357,17 @@ def fused_gptmodel_forward_no_padding(
         {"log_probs", "entropy"} and the statistics by name, nested [B, j] (or [B, j, K]) nats; at t of the token after
         t; 0 at each sequence's last place, and where nothing is scored. Or the raw stage tensor.
     """
-    arrangement = arranged_for(model, input_ids, None, data_format)
+    arrangement = _nested_for(model, input_ids, data_format)
     inputs = _inputs(arrangement, input_ids, None, images_of(model, multi_modal_inputs, input_ids.device))
     if vision_model:
         inputs |= vision_rows(arrangement, input_ids, None, pad_token_id)
-    packed = arrangement.pack(input_ids if labels is None else labels, "token", IGNORE_INDEX).long()
+    _check_temperature(temperature, input_ids)
+    labels = input_ids if labels is None else labels
+    check_places("labels", labels, input_ids, integers=True, more=1)
+    packed = arrangement.pack(labels, "token", IGNORE_INDEX, name="labels").long()
     if labels_mask is not None:
-        unmarked = arrangement.pack(labels_mask) == 0
+        check_places("labels_mask", labels_mask, input_ids)
+        unmarked = arrangement.pack(labels_mask, name="labels_mask") == 0
         packed = packed.masked_fill(unmarked.view(*unmarked.shape, *[1] * (packed.ndim - 2)), IGNORE_INDEX)
     further = packed if _looks_ahead(mtp_config) else None
     asked = {"entropy": entropy, "backend": backend, "top_k": top_k, "top_p": top_p, "stats": stats}

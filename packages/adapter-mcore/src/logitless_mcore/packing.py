@@ -17,7 +17,7 @@ from torch import Tensor
 
 from logitless import PackedBatch
 from logitless.errors import InvalidInputError
-from logitless_mcore.arrangement import Arrangement, Ranks, arrange, as_batch, lengthened
+from logitless_mcore.arrangement import Arrangement, Ranks, arrange, as_batch, as_rows, lengthened
 
 __all__ = [
     "arranged_as",
@@ -43,9 +43,9 @@ def preprocess_packed_seqs(
         pre_process: False returns `input_ids` as they are.
         use_fp8_padding: pad as Transformer Engine's fp8 wants it.
     """
-    batch, _ = as_batch(input_ids, attention_mask)
+    batch = as_rows(attention_mask)
     arrangement = arrange(batch, "thd", Ranks.present(), fp8=use_fp8_padding)
-    return arrangement.pack(input_ids) if pre_process else input_ids, arrangement.params
+    return arrangement.pack(input_ids, name="input_ids") if pre_process else input_ids, arrangement.params
 
 
 def arranged_as(
@@ -79,7 +79,7 @@ def postprocess_packed_seqs(
     """
     if not post_process:
         return output
-    batch, _ = as_batch(output, attention_mask)
+    batch = as_rows(attention_mask)
     if attention_mask.shape[1] != seq_len:
         raise InvalidInputError(f"seq_len: got {seq_len}, expected attention_mask's {attention_mask.shape[1]}")
     return arranged_as(packed_seq_params, batch, batch_size, None).unpack(output)
@@ -96,9 +96,10 @@ def preprocess_bshd(
 
     With `sequence_parallel`, S' divides by tp. `pre_process=False` returns `input_ids` as they are.
     """
-    batch, _ = as_batch(input_ids, attention_mask)
+    batch = as_rows(attention_mask)
     rows = arrange(batch, "bshd", Ranks.present(), sequence_parallel=sequence_parallel)
-    return rows.pack(input_ids) if pre_process else input_ids, rows.pack(attention_mask), rows.pack(position_ids)
+    ids = rows.pack(input_ids, name="input_ids") if pre_process else input_ids
+    return ids, rows.pack(attention_mask), rows.pack(position_ids, name="position_ids")
 
 
 def postprocess_bshd(
@@ -119,8 +120,8 @@ def postprocess_bshd(
     """
     if not post_process:
         return result
-    here, _ = as_batch(result, attention_mask)
-    there, _ = as_batch(result, original_attention_mask)
+    here = as_rows(attention_mask)
+    there = as_rows(original_attention_mask, "original_attention_mask")
     if original_attention_mask.shape[1] != origin_seqlen:
         raise InvalidInputError(
             f"origin_seqlen: got {origin_seqlen}, expected original_attention_mask's {original_attention_mask.shape[1]}"
@@ -190,6 +191,6 @@ def postprocess_bshd_no_padding(output: Tensor, attention_mask: Tensor, post_pro
     """
     if not post_process:
         return output
-    batch, _ = as_batch(output, attention_mask)
+    batch = as_rows(attention_mask)
     offsets = torch.tensor([0, *accumulate(batch.lengths)], device=output.device)
     return torch.nested.nested_tensor_from_jagged(batch.pack(output, "prediction"), offsets)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from logitless.errors import InvalidInputError, NotFoundError, UnsupportedError
-from logitless_mcore.arrangement import Arrangement, Ranks, arrange, as_batch, lengthened
+from logitless_mcore.arrangement import Arrangement, Ranks, arrange, as_rows, lengthened
 from logitless_mcore.head import set_vocab_size
 from logitless_mcore.mrope import axes_positions, use_mrope
 from logitless_mcore.packing import arranged_as
@@ -253,7 +253,7 @@ class Qwen2_5_VL(MegatronModule):  # type: ignore[misc]
 
     def _arranged(self, mask: Tensor, packed_seq_params: Any) -> Arrangement:
         """How the rows' tokens stand in what the language model runs."""
-        batch, _ = as_batch(mask, mask)
+        batch = as_rows(mask)
         ranks = Ranks.of(self.language_model)
         if packed_seq_params is not None:
             return arranged_as(packed_seq_params, batch, mask.shape[0], None, ranks)
