@@ -51,7 +51,9 @@ def main() -> None:
                 top_k_log_probs(example.hidden, example.head, 5, backend="triton")
                 print(f"{dtype}, D {hidden_size}, {head} head", flush=True)
             for direction in DIRECTIONS:
-                random_divergence(130, direction=direction, ref_hidden_size=16, **options).run(backend="triton")
+                case = random_divergence(130, direction=direction, ref_hidden_size=16, **options)
+                for keep_bytes in (0, 1 << 16, 1 << 24):
+                    case.run(backend="triton", keep_bytes=keep_bytes)
         wide = random_example(130, vocab=5003, hidden_size=40, dtype=dtype, device=DEVICE)  # so many have a short list
         for asked in ({"top_k": 3000}, {"top_p": 0.9}, {"top_k": 50, "top_p": 0.5}):
             wide.score(backend="triton", **asked)

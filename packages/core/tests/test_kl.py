@@ -14,7 +14,8 @@ from logitless import LMHead, linear_kl, reference
 from logitless.errors import InputTypeError, InvalidInputError, UnsupportedError
 from logitless.kl import _backward_op, linear_kl_op
 from logitless.testing import ReferenceBackend, installed
-from logitless.testing.divergence import DivergenceConformance, random_divergence
+from logitless.testing.divergence import DivergenceConformance, check_divergence, random_divergence
+from logitless.types import Gradients, Problem, Request
 
 pytestmark = pytest.mark.usefixtures("reference_backend")
 
@@ -40,8 +41,8 @@ def test_equals_its_docstring() -> None:
     torch.testing.assert_close(got, want)
 
 
-@pytest.mark.parametrize("direction", ["forward", "jsd"])
-def test_opcheck(direction: str) -> None:
+@pytest.mark.parametrize(("direction", "keep_bytes"), [("forward", 1 << 12), ("jsd", 0)])
+def test_opcheck(direction: str, keep_bytes: int) -> None:
     case = random_divergence(9, direction=direction, dtype=torch.float32, bias=True, lora=(2,), vocab=43)
     fresh = case.student.fresh()
     found: list[Any] = []
@@ -56,12 +57,13 @@ def test_opcheck(direction: str) -> None:
         )
         try:
             with pytest.raises(RuntimeError):
-                replace(case, student=fresh).value()
+                replace(case, student=fresh).value(keep_bytes=keep_bytes)
         finally:
             logitless.kl._Plain.apply = original
         torch.library.opcheck(linear_kl_op, tuple(found))
         with torch.no_grad():
             _, *made = linear_kl_op(*found)
+        assert bool(made[1].numel()) == bool(keep_bytes)
         still = tuple(x.detach() if isinstance(x, Tensor) else x for x in found)
         grad = case.student.grad_log_probs
         sound = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
@@ -138,6 +140,56 @@ def test_a_backend_without_divergences_is_refused_by_name_and_passed_over() -> N
         case.value()
 
 
+class Forgetful:
+    """A backend of divergences that was written before anything of them was kept."""
+
+    name, priority, protocol = "forgetful", 100, 1
+
+    def supports(self, request: Request) -> str | None:
+        return None
+
+    def kl_forward(self, student: Problem, teacher: Problem, *, direction: str, beta: float) -> tuple[Tensor, Tensor]:
+        return ReferenceBackend().kl_forward(student, teacher, direction=direction, beta=beta)
+
+    def kl_backward(self, *args: Any, direction: str, beta: float) -> Gradients:
+        return ReferenceBackend().kl_backward(*args, direction=direction, beta=beta)
+
+
+def test_a_backend_that_keeps_nothing_serves_whatever_keep_bytes_is() -> None:
+    case = random_divergence(5)
+    with installed(Forgetful(), alone=True):
+        check_divergence(case.run(keep_bytes=1 << 20), case)
+
+
+def test_nothing_is_kept_where_no_gradient_is_wanted() -> None:
+    asked = []
+
+    class Asked(ReferenceBackend):
+        name = "asked"
+
+        def kl_kept_shape(self, request: Request, keep_bytes: int) -> tuple[int, ...]:
+            asked.append((request.ref_dtypes, keep_bytes))
+            return super().kl_kept_shape(request, keep_bytes)
+
+    case = random_divergence(5, dtype=torch.float32)
+    with installed(Asked(), alone=True):
+        case.value(keep_bytes=1 << 20)
+        assert not asked
+        case.run(keep_bytes=1 << 20)
+    assert asked == [((torch.float32, torch.float32), 1 << 20)]
+
+
+def test_what_is_kept_is_read() -> None:
+    """Its own gradients, not those of the inputs as they have become since."""
+    case = random_divergence(5, ignored=False)
+    fresh = replace(case, student=case.student.fresh())
+    kept = replace(fresh, teacher=replace(fresh.teacher, hidden=fresh.teacher.hidden.clone()))
+    value = kept.value(keep_bytes=1 << 20)
+    kept.teacher.hidden.data.zero_()
+    grads = torch.autograd.grad(value, list(fresh.student.leaves().values()), case.student.grad_log_probs)
+    check_divergence((value, dict(zip(fresh.student.leaves(), grads, strict=True))), case)
+
+
 ONE = torch.randn(5, 4)
 HEAD = torch.randn(7, 4)
 WRONG: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
@@ -146,6 +198,7 @@ WRONG: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "ref width": (InvalidInputError, r"ref_head.weight: got shape \(7, 3\)", {"ref_head": torch.randn(7, 3)}),
     "width": (InvalidInputError, r"^head.weight: got shape \(7, 3\)", {"head": torch.randn(7, 3)}),
     "workspace": (InvalidInputError, "^workspace_bytes: got 0, expected", {"workspace_bytes": 0}),
+    "memory to keep": (InvalidInputError, "^keep_bytes: got -1, expected", {"keep_bytes": -1}),
     "ref head": (InputTypeError, "ref_head: got str", {"ref_head": "head"}),
     "vocabularies": (
         InvalidInputError,
