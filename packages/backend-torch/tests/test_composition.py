@@ -332,7 +332,7 @@ def test_saved_tensors_may_travel(op: str) -> None:
     assert equal(pulled(hooked, Inputs()), pulled(OPS[op], Inputs()))
     largest = 4000 if op == "remembered" else V * D
     assert all(tensor.numel() <= largest for tensor in seen)
-    assert seen
+    assert bool(seen) == (op != "single-pass")  # which makes its gradients at once
 
 
 # What is written
