@@ -289,3 +289,27 @@ def test_what_is_no_model_is_refused(make_model: Any) -> None:
         bind(nn.Linear(2, 2))
     with pytest.raises(UnsupportedError, match=r"bind its \.module"):
         bind(nn.DataParallel(make_model()))
+
+
+def test_a_model_of_a_bound_models_class_is_unbound(make_model: Any, tokens: Tensor) -> None:
+    model = make_model()
+    base = type(model)
+    bind(model)
+    fresh = type(model)(model.config).to(torch.float64).eval()
+    fresh.load_state_dict(model.state_dict())
+    torch.testing.assert_close(fresh(tokens).logits, model(tokens).logits)
+    assert fresh.generate(tokens[:1], max_new_tokens=2).shape[1] == tokens.shape[1] + 2
+    assert type(unbind(fresh)) is base
+    again = bind(type(model)(model.config).to(torch.float64).eval())
+    assert type(again) is type(model)
+    assert scores(again, tokens).isfinite().all()
+    assert type(unbind(again)) is base
+
+
+def test_unbind_under_a_wrapper_of_the_bound_forward(make_model: Any, tokens: Tensor) -> None:
+    model = bind(make_model())
+    expected = model(tokens).logits
+    wrapped = model.forward
+    model.forward = lambda *args, **kwargs: wrapped(*args, **kwargs)  # as accelerate does for mixed precision
+    unbind(model)
+    assert torch.equal(model(tokens).logits, expected)

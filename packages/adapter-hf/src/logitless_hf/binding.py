@@ -61,7 +61,9 @@ def bound_class(base: Any) -> Any:
     of_scores = tuple(name for name in OF_SCORES if name not in parameters)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        binding: Binding = self.__dict__[STATE]
+        binding = binding_of(self)
+        if binding is None:  # built from the class of a bound model, or unbound under a wrapper of this forward
+            return base.forward(self, *args, **kwargs)
         asked = kwargs.pop("return_log_probs", binding.always and not binding.generating)
         with passing(self, scoring=asked):
             if not asked:
@@ -77,8 +79,8 @@ def bound_class(base: Any) -> Any:
             return for_ddp(output)
 
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        binding: Binding = self.__dict__[STATE]
-        if torch.compiler.is_compiling():
+        binding = binding_of(self)
+        if binding is None or torch.compiler.is_compiling():
             return base.__call__(self, *args, **kwargs)
         binding.calling += 1
         try:
@@ -88,7 +90,9 @@ def bound_class(base: Any) -> Any:
             binding.scores = None
 
     def generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        binding: Binding = self.__dict__[STATE]
+        binding = binding_of(self)
+        if binding is None:
+            return base.generate(self, *args, **kwargs)
         binding.generating += 1
         try:
             return base.generate(self, *args, **kwargs)
@@ -227,9 +231,9 @@ def unbind(model: Model) -> Model:
     """Make a bound model what it was before `bind`; the same object comes back. Nothing happens if it is not bound."""
     target = _causal_lm(model)
     binding = target.__dict__.pop(STATE, None)
-    if binding is None:
-        return model
     bound: Any = type(target)
+    if binding is None and not is_bound_class(bound):
+        return model
     base: Any = bound.__mro__[1]
     if bound is not bound_class(base):
         target.__dict__[STATE] = binding
