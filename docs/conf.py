@@ -30,7 +30,7 @@ napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 # With -n a name of ours in a signature must have a place here, unless it is private or a type variable.
-nitpick_ignore_regex = [("py:.*", r"(?!logitless).*"), ("py:.*", r"logitless.*\.(_\w+|[A-Z]|Model|Trainer)")]
+nitpick_ignore_regex = [("py:.*", r"(?!logitless).*"), ("py:.*", r"logitless.*\.(_\w+(\.\w+)*|[A-Z]|Model|Trainer)")]
 
 CODE = re.compile(r"(`[^`]*`)")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import io
 import pickle
@@ -289,6 +290,12 @@ def test_what_is_no_model_is_refused(make_model: Any) -> None:
         bind(nn.Linear(2, 2))
     with pytest.raises(UnsupportedError, match=r"bind its \.module"):
         bind(nn.DataParallel(make_model()))
+    with pytest.raises(UnsupportedError, match=r"bind its \._orig_mod"):
+        bind(torch.compile(make_model(), backend="eager"))
+    patched = make_model()
+    patched.forward = functools.partial(patched.forward)
+    with pytest.raises(UnsupportedError, match="a forward of its own, a partial; bind"):
+        bind(patched)
 
 
 def test_a_model_of_a_bound_models_class_is_unbound(make_model: Any, tokens: Tensor) -> None:

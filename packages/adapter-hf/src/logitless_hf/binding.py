@@ -139,10 +139,13 @@ def _causal_lm(model: Any) -> nn.Module:
     inner: Any = model
     if hasattr(model, "get_base_model"):
         inner = model.get_base_model()  # type: ignore[operator]
+    for name in ("_orig_mod", "module"):
+        if name in inner._modules and not hasattr(type(inner), "get_output_embeddings"):
+            raise UnsupportedError(
+                f"{type(inner).__qualname__}: it wraps a model; bind its .{name} instead, before it is wrapped"
+            )
     if not hasattr(inner, "get_output_embeddings"):
-        wrapped = [name for name in ("module", "_orig_mod") if isinstance(getattr(inner, name, None), nn.Module)]
-        hint = f"; it wraps a model: bind its .{wrapped[0]} instead, before wrapping" if wrapped else ""
-        raise UnsupportedError(f"{type(inner).__qualname__} has no get_output_embeddings(), so no head is known{hint}")
+        raise UnsupportedError(f"{type(inner).__qualname__} has no get_output_embeddings(), so no head is known")
     found: nn.Module = inner
     return found
 
@@ -181,8 +184,8 @@ def _bind(model: Model, backend: str | None, always: bool, at_once: bool = True)
     hooked = "_hf_hook" in target.__dict__
     if own is not None and not hooked:
         raise UnsupportedError(
-            f"{base.__qualname__}: its instance has a forward of its own, {own!r}; bind the model before it is patched "
-            "or prepared for mixed precision"
+            f"{base.__qualname__}: its instance has a forward of its own, a {type(own).__qualname__}; bind the model "
+            "before it is patched or prepared for mixed precision"
         )
     target.__class__ = bound_class(base)
     target.__dict__[STATE] = Binding(backend, always)
