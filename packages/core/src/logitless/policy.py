@@ -129,7 +129,7 @@ class _ChunkLoss:
                 "loss_fn: its result does not depend on the scores, or was computed without gradient; nothing would "
                 "be trained. Take out no_grad and detach, or call it all under torch.no_grad()"
             )
-        with torch.autograd.set_multithreading_enabled(False):  # to wake a thread takes longer than so small a graph
+        with torch.autograd.set_multithreading_enabled(False):  # so small a graph needs no other thread
             grads = torch.autograd.grad(contributions, leaves, torch.ones_like(contributions), allow_unused=True)
         if ignored is not None:
             grads = tuple(None if grad is None else grad.masked_fill(ignored, 0.0) for grad in grads)
