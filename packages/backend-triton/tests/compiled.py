@@ -113,12 +113,12 @@ def main() -> None:
         found[f"sample, count={count}"] = compiled(shortlist._sample_kernel, {**LISTED, **constants}, warps=8)
         found[f"split, count={count}"] = compiled(shortlist._split_kernel, {**LISTED, **constants})
         found[f"find, count={count}"] = compiled(shortlist._find_kernel, {**LOOK, **constants})
-    tile = config.forward
-    constants = {**PLAIN, **tiled(tile), "live_count": None, "reference_ptr": None, "maxima": None, "KEEP": LOGITS}
-    constants |= {"TMA": True, "TMA_KEPT": True, "FLATTEN": True, "KEPT_TYPE": tl.float32}
-    constants |= {"f_ptr": None, "INFINITE": False}
-    types = multiplying(tile, tile.columns // 4, "kept")
-    found["forward"] = compiled(forward._forward_kernel, constants, tile.warps, tile.stages, **types)
+    for name, tile in (("forward", config.held), ("forward, wide", config.forward)):
+        constants = {**PLAIN, **tiled(tile), "live_count": None, "reference_ptr": None, "maxima": None, "KEEP": LOGITS}
+        constants |= {"TMA": True, "TMA_KEPT": True, "FLATTEN": True, "KEPT_TYPE": tl.float32}
+        constants |= {"f_ptr": None, "INFINITE": False}
+        types = multiplying(tile, tile.columns // 4, "kept")
+        found[name] = compiled(forward._forward_kernel, constants, tile.warps, tile.stages, **types)
     tile = config.dz
     for several in (False, True):
         constants = {**PLAIN, **tiled(tile), "TMA": True, "FLATTEN": not several, "OUT_TYPE": tl.bfloat16}

@@ -155,7 +155,7 @@ def test_blocks_fill_whole_waves() -> None:
     from logitless_triton.kl import _whole_waves
 
     tile = config.Tile(128, 128, 64, warps=4, stages=3, per_sm=2)
-    work = SimpleNamespace(config=config.Config(tile, tile), programs=lambda tile: 132 * tile.per_sm)
+    work = SimpleNamespace(config=config.Config(tile, tile, tile), programs=lambda tile: 132 * tile.per_sm)
     assert _whole_waves(work, 4096, 84 * 128) == 66 * 128
     assert _whole_waves(work, 4096, 1) == 256  # one pair of tiles at least
 

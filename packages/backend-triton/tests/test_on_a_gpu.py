@@ -62,7 +62,7 @@ def test_descriptors_give_the_same_bits_as_pointers(way: str, head: str, describ
     example = example_of(**HEADS[head])
     if way == "kept-exponentials":
         example = replace(example, grad_entropy=torch.zeros_like(example.grad_entropy))
-    with trying(Config(SMALL, SMALL)):
+    with trying(Config(SMALL, SMALL, SMALL)):
         got = example.run(backend="triton", **WAYS[way])
         check_results(got, example)
         assert described
@@ -83,7 +83,7 @@ def test_logits_that_are_held_too(described: list[bool]) -> None:
     def score() -> TokenLogProbs:
         return linear_log_probs(example.hidden, example.head, labels, backend="triton")
 
-    with trying(Config(SMALL, SMALL)):
+    with trying(Config(SMALL, SMALL, SMALL)):
         got = score()
         assert described
         assert all(described)
@@ -125,12 +125,13 @@ def test_tiles_by_architecture_and_dtype() -> None:
     interpreter = config_for(Device(config.INTERPRETED, 1), torch.float16, 4096)
     for device in (HOPPER, AMPERE):
         full = config_for(device, torch.float32, 4096)
-        assert full.forward == full.dz == config_for(HOPPER, torch.float32, 64).forward
-        for hidden_size in (64, 4096):
+        assert full.forward == full.dz == full.held == config_for(HOPPER, torch.float32, 64).forward
+        for hidden_size in (64, 2048, 4096):
             half = config_for(device, torch.bfloat16, hidden_size)
             assert half == config_for(device, torch.float16, hidden_size)
-            assert half.forward == config_for(device, torch.bfloat16, 8).forward  # its bits must not depend on D
-            assert half.forward.depth * half.forward.rows * half.forward.stages * 4 <= 227 << 10  # bytes of an SM
+            for tile in (half.forward, half.dz, half.held):
+                staged = 2 * tile.depth * (tile.rows + tile.columns) * tile.stages  # bytes of operands of a program
+                assert tile.per_sm * staged <= 227 << 10
             assert half != interpreter
 
 

@@ -64,7 +64,7 @@ def test_as_on_a_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forward_module, "descriptor", descriptor)
     monkeypatch.setattr(rows_module, "device_facts", lambda device: Device((9, 0), 3))
     tile = Tile(32, 64, 16, warps=4, stages=2, per_sm=2)
-    with trying(Config(tile, tile)):
+    with trying(Config(tile, tile, tile)):
         check(example_of(3, torch.float16, ignored=False), top_k=20, top_p=0.8)
     assert (torch.float32, [32, 16]) in blocks
 

@@ -84,6 +84,6 @@ def test_bad_options(arguments: list[str], said: str) -> None:
 @pytest.mark.parametrize("hidden_size", [64, 4096])
 def test_tiles_have_sizes_that_triton_takes(capability: tuple[int, int], dtype: torch.dtype, hidden_size: int) -> None:
     chosen = config_for(Device(capability, 100), dtype, hidden_size)
-    for tile in (chosen.forward, chosen.dz):
+    for tile in (chosen.forward, chosen.dz, chosen.held):
         for size in (tile.rows, tile.columns, tile.depth, tile.warps):
             assert size & (size - 1) == 0, tile

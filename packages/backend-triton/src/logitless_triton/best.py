@@ -107,7 +107,7 @@ def _ranked(held: Held, rows: Rows, k: int) -> tuple[Tensor, Tensor]:
 
 def top_k_log_probs(problem: Problem, k: int) -> tuple[Tensor, Tensor]:
     """Ids [n, k] and log-probs [n, k] of the k largest logits, largest first; of equal ones the lowest id first."""
-    work = Work(problem)
+    work = Work(problem, holds=True)
     held = Held(work, k)
     id_nk, log_prob_nk = work.empty(work.n, k, dtype=torch.int64), work.empty(work.n, k)
     for start, stop in held.spans():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -37,6 +37,12 @@ class Config:
 
     forward: Tile
     dz: Tile
+    held: Tile  # the forward's, where logits are held and nothing asks for the plain forward's bits
+
+    @property
+    def holding(self) -> Config:
+        """The tiles of such a call."""
+        return replace(self, forward=self.held)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,20 +84,22 @@ def trying(config: Config) -> Iterator[None]:
 
 
 def config_for(device: Device, dtype: torch.dtype, hidden_size: int) -> Config:
-    """The tiles for operands of a dtype; the forward's does not depend on the hidden size."""
+    """The tiles for operands of a dtype and a hidden size."""
     if _trial:
         return _trial[-1]
     if device.capability == INTERPRETED:
         tile = Tile(64, 128, 32, warps=1, stages=1, per_sm=2)
-        return Config(tile, tile)
+        return Config(tile, tile, tile)
     if dtype == torch.float32:  # IEEE products run on the plain cores: a small tile, whatever the architecture
         tile = Tile(64, 64, 32, warps=4, stages=2, per_sm=2)
-        return Config(tile, tile)
+        return Config(tile, tile, tile)
     if device.has_tma:  # measured on an H200
-        forward = Tile(128, 128, 64, warps=4, stages=3, per_sm=2)
-        # At D 1536 the epilogue weighs more, and two programs hide it better: 12.9 ms against 13.8; at 4096 17.3
-        # against 16.1.
-        return Config(forward, forward if hidden_size < 2048 else Tile(128, 256, 64, warps=8, stages=3, per_sm=1))
+        # Two programs of 128×128 hide their epilogues under each other's products, which weighs most where D is small;
+        # one of 128×256 reads less into the chip, so that a card at its power limit keeps a higher clock. Held logits
+        # are an epilogue that weighs much.
+        pair = Tile(128, 128, 64, warps=4, stages=3, per_sm=2)
+        wide = Tile(128, 256, 64, warps=8, stages=3, per_sm=1)
+        return Config(wide if hidden_size >= 3584 else pair, wide if hidden_size >= 2048 else pair, pair)
     # Not measured. Three stages of 128×128×32 take 48 KB, which fits every Ampere and Ada card.
     tile = Tile(128, 128, 32, warps=4, stages=3, per_sm=2)
-    return Config(tile, tile)
+    return Config(tile, tile, tile)

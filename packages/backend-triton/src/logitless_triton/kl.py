@@ -43,7 +43,7 @@ def kl_forward(
 
     `kept` is filled with dz of the leading columns.
     """
-    held, ref = (Held(Work(replace(p, workspace_bytes=p.workspace_bytes // 2))) for p in (student, teacher))
+    held, ref = (Held(Work(replace(p, workspace_bytes=p.workspace_bytes // 2), holds=True)) for p in (student, teacher))
     work, n, chunk, kind = held.work, held.work.n, min(held.chunk, ref.chunk), KINDS[direction]
     value, stats, kept_dz = work.empty(n), work.empty(5, n), _kept_dz(work, kept, fill=True)
     for start in range(0, n, chunk):
@@ -152,7 +152,7 @@ def kl_backward(
     kept: Tensor | None = None,
 ) -> Gradients:
     """The student's gradients for upstream [n]; the products of those that nobody needs are not run."""
-    work, ref, kind = Work(student), Work(teacher), KINDS[direction]
+    work, ref, kind = Work(student, holds=True), Work(teacher, holds=True), KINDS[direction]
     sums = Sums(work, needs, None)
     if not work.n:
         return sums.finish()

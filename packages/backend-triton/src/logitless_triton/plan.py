@@ -73,6 +73,7 @@ def plan(request: Request, keep_bytes: int = 0) -> Plan:
     """The plan of a request, from the arithmetic that the call itself uses."""
     operand = torch.promote_types(request.hidden_dtype, request.weight_dtype)
     tiles = config_for(device_facts(request.device), operand, request.hidden_size)
+    tiles = tiles.holding if request.kept_set or request.best else tiles
     width, n, columns = tiles.forward.columns, request.n_tokens, request.vocab_rows
     length = kept_length(request, keep_bytes) if keep_bytes else 0
     mode = mode_of(length)

@@ -116,15 +116,20 @@ class Rows:
 
 
 class Work:
-    """A problem with what follows from it: the head, the device, the tiles."""
+    """A problem with what follows from it: the head, the device, the tiles.
 
-    def __init__(self, problem: Problem) -> None:
+    Args:
+        holds: logits will be held, for something else than the plain forward's scores; for a kept set they always are.
+    """
+
+    def __init__(self, problem: Problem, *, holds: bool = False) -> None:
         self.problem = problem
         self.head = Head.of(problem)
         self.n = problem.labels.shape[0] if problem.live is None else problem.live.shape[0]
         self.operand = torch.promote_types(problem.hidden.dtype, problem.weight.dtype)
         self.device: Device = device_facts(problem.hidden.device)
-        self.config: Config = config_for(self.device, self.operand, problem.hidden.shape[1])
+        config = config_for(self.device, self.operand, problem.hidden.shape[1])
+        self.config: Config = config.holding if holds or self.truncated else config
 
     @property
     def truncated(self) -> bool:
