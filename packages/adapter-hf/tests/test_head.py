@@ -103,16 +103,25 @@ def test_modules_to_save(make_model: Any, tokens: Tensor, check: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "reason"), [({"use_dora": True}, "variant"), ({"lora_bias": True}, "bias")], ids=["dora", "bias"]
+    ("changes", "reason"),
+    [
+        ({"use_dora": True}, "is a variant, DoraLinearVariant, expected plain LoRA; use that, or"),
+        ({"lora_bias": True}, "has a bias, expected none; use lora_bias=False, or"),
+    ],
+    ids=["dora", "bias"],
 )
 def test_a_variant_of_lora_is_refused(changes: dict[str, Any], reason: str, make_model: Any, tokens: Tensor) -> None:
+    """In the same words at `bind` and, put on the head after it, at the call."""
     model = with_lora(make_model(), **changes)
-    with pytest.raises(UnsupportedError, match=reason):
+    with pytest.raises(UnsupportedError, match=reason) as at_bind:
         bind(model)
     late = bind(make_model())
     wrapped = with_lora(late, **changes)
-    with pytest.raises(UnsupportedError, match=reason):
+    with pytest.raises(UnsupportedError, match=reason) as at_call:
         wrapped(tokens, return_log_probs=True)
+    assert str(at_call.value) == str(at_bind.value)
+    for remedy in ("merge_adapter()", "target_modules", "modules_to_save", "score the model from its own logits"):
+        assert str(at_call.value).count(remedy) == 1
     with wrapped.disable_adapter():
         assert wrapped(tokens, return_log_probs=True).log_probs is not None
 
@@ -120,7 +129,7 @@ def test_a_variant_of_lora_is_refused(changes: dict[str, Any], reason: str, make
 def test_another_tuner_is_refused_unless_it_is_off(make_model: Any, tokens: Tensor, check: Any) -> None:
     config = peft.LoHaConfig(r=2, target_modules=["lm_head"], init_weights=False)
     model = peft.get_peft_model(make_model(), config).double().eval()
-    with pytest.raises(UnsupportedError, match="LoHa|loha"):
+    with pytest.raises(UnsupportedError, match=r"loha.*expected .*plain LoRA; merge it \(merge_adapter\(\)\)"):
         bind(model)
     with model.disable_adapter():
         assert_own(bind(model), tokens, check)

@@ -19,7 +19,10 @@ from logitless.errors import UnsupportedError
 from logitless_hf.head import Head, find_head, in_slot, lora_pairs, own_weight
 from logitless_hf.sharding import HeadRows, Results, local_rows, opened, sealed
 
-__all__ = ["StandIn", "call_head", "capture", "check_linear", "emptied", "first_stream"]
+__all__ = ["OTHERWISE", "StandIn", "call_head", "capture", "check_linear", "emptied", "first_stream"]
+
+OTHERWISE = "if this cannot be helped, score the model from its own logits"
+AWRY = (AttributeError, IndexError, TypeError, ValueError)  # what code for logits ends in, given a tuple
 
 
 class StandIn(nn.Module):
@@ -93,15 +96,56 @@ def _call_as(module: nn.Module, function: Callable[..., Any], hidden: Tensor) ->
     if torch.compiler.is_compiling() and not any(hooks) and "_hf_hook" not in module.__dict__:
         return function(hidden)
     name = "_old_forward" if "_hf_hook" in module.__dict__ else "forward"  # accelerate's hook calls _old_forward
-    before = module.__dict__.get(name)
-    module.__dict__[name] = function
+    before, over = module.__dict__.get(name), False
+
+    def run(hidden: Tensor, **asked: Any) -> Any:
+        nonlocal over
+        result = function(hidden, **asked)
+        over = True
+        return result
+
+    module.__dict__[name] = run
     try:
         return module(hidden)
+    except AWRY as error:
+        if over:
+            raise _hooked(f"raised {type(error).__name__} ({error})", module) from error
+        raise
     finally:
         if before is None:
             del module.__dict__[name]
         else:
             module.__dict__[name] = before
+
+
+def _hooked(did: str, *modules: nn.Module) -> UnsupportedError:
+    hooks = [hook for module in dict.fromkeys(modules) for hook in module._forward_hooks.values()]
+    names = ", ".join(getattr(hook, "__name__", type(hook).__name__) for hook in hooks)
+    return UnsupportedError(
+        f"a forward hook on the head ({names or 'of a library'}) {did}, expected it to pass on what it got, "
+        "which in a scoring call is a tuple of scores, no logits. One that only reads logits may leave alone what is "
+        f"no tensor; one that changes them is not served, so remove it; {OTHERWISE}"
+    )
+
+
+def _passed_on(head: Head, results: Any, exact: Results) -> Results:
+    """The results after the head's hooks: they may hang nodes of their own on them, and make nothing else of them."""
+    modules, count = (head.outer, head.linear), len(exact)
+    if not isinstance(results, (list, tuple)) or len(results) != count:
+        size = len(results) if isinstance(results, (list, tuple)) else tuple(getattr(results, "shape", ()))
+        raise _hooked(f"made a {type(results).__qualname__} of {size} out of the scores, {count} in all", *modules)
+    for x, own in zip(results, exact, strict=True):
+        if x is own:
+            continue
+        if not isinstance(x, Tensor) or own is None or x.shape != own.shape:
+            score = None if own is None else f"a score of shape {tuple(own.shape)}"
+            raise _hooked(f"made {x!r:.60} out of {score}", *modules)
+        if x.dtype != own.dtype or torch.compiler.is_compiling():  # the caller does not take those that are rounded
+            continue
+        # This waits for the device, where a hook gives other tensors than it got.
+        if not torch.allclose(x, own.to(x.device), rtol=0, atol=0, equal_nan=True):
+            raise _hooked("changed the scores", *modules)
+    return tuple(results)
 
 
 def check_linear(model: nn.Module, call: Callable[[], Any]) -> None:
@@ -168,8 +212,7 @@ def call_head(head: Head, hidden: Tensor, op: Callable[..., Results]) -> Any:
         return _call_as(head.linear, lambda hidden: inner(hidden, pairs), hidden)
 
     results = _call_as(head.outer, outer, hidden)
-    if parallel:
-        results = opened(results, exact[0])
+    results = opened(results, exact[0]) if parallel else _passed_on(head, results, exact[0])
     # A hook may hang a node of its own on the results, but not round them, as FSDP2's `output_dtype` does.
     pairs = zip(results, exact[0], strict=True)
     return tuple(own if x is not None and own is not None and x.dtype != own.dtype else x for x, own in pairs)

@@ -22,6 +22,10 @@ __all__ = ["Head", "find_head", "has_weights", "in_slot", "lora_pairs", "own_wei
 
 LORA_LINEAR = "peft.tuners.lora.layer.Linear"
 MODULES_TO_SAVE = ".ModulesToSaveWrapper"
+UNPLAIN = (
+    "merge it (merge_adapter()) or disable it to score; to train, leave the head out of target_modules, or name it in "
+    "modules_to_save"
+)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -59,13 +63,19 @@ def _lora_adapters(layer: Any) -> tuple[str, ...]:
         return ()
     kind = _qualified(layer)
     if kind != LORA_LINEAR:
-        raise UnsupportedError(f"the head is wrapped by {kind}; of PEFT's layers, only {LORA_LINEAR} is understood")
+        raise UnsupportedError(f"the head is wrapped by PEFT's {kind}, expected {LORA_LINEAR}, plain LoRA; {UNPLAIN}")
     names = tuple(name for name in layer.active_adapters if name in layer.lora_A)
     for name in names:
-        if layer.use_dora.get(name) or name in getattr(layer, "lora_variant", {}):
-            raise UnsupportedError(f"LoRA adapter {name!r} on the head is a variant (DoRA or the like); use plain LoRA")
+        variant = getattr(layer, "lora_variant", {}).get(name)
+        if layer.use_dora.get(name) or variant is not None:
+            got = "DoRA" if variant is None else type(variant).__qualname__
+            raise UnsupportedError(
+                f"LoRA adapter {name!r} on the head is a variant, {got}, expected plain LoRA; use that, or {UNPLAIN}"
+            )
         if layer.lora_B[name].bias is not None:
-            raise UnsupportedError(f"LoRA adapter {name!r} on the head has a bias; use lora_bias=False")
+            raise UnsupportedError(
+                f"LoRA adapter {name!r} on the head has a bias, expected none; use lora_bias=False, or {UNPLAIN}"
+            )
     return names
 
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from logitless import LMHead, linear_log_probs, linear_policy_loss
 from logitless.errors import InvalidInputError, LogitlessError, UnsupportedError
-from logitless_hf.capture import call_head, capture, emptied
+from logitless_hf.capture import OTHERWISE, call_head, capture, emptied
 from logitless_hf.head import find_head, has_weights
 from logitless_hf.labels import IGNORE_INDEX, next_token_labels
 from logitless_hf.outputs import CausalLMOutputForPPO, scored_output
@@ -31,9 +31,6 @@ class Uncast:
 
     def __init__(self, temperature: Tensor | float) -> None:
         self.temperature = temperature
-
-
-OTHERWISE = "if this cannot be helped, score the model from its own logits"
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +182,17 @@ def _stand_in_call(model: nn.Module, call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
+def _otherwise_told() -> Iterator[None]:
+    """What a model whose head is not understood can be scored with is said at `bind` and, once, at a call after it."""
+    try:
+        yield
+    except UnsupportedError as error:
+        if str(error).endswith(OTHERWISE):
+            raise
+        raise UnsupportedError(f"{error}; {OTHERWISE}") from error
+
+
+@contextmanager
 def _foreign_ids_told(model: nn.Module, call: Mapping[str, Any]) -> Iterator[None]:
     """Name the id that the embedding stumbles over; not beforehand, since to look at ids on a GPU is to wait for it."""
     try:
@@ -263,7 +271,7 @@ def scored_forward(
     empty = targets.numel() == 0
     if empty:
         call = _stand_in_call(model, call)
-    with emptied(model, transform.offset), _foreign_ids_told(model, call):
+    with _otherwise_told(), emptied(model, transform.offset), _foreign_ids_told(model, call):
         output, hidden, head = capture(model, lambda: forward(model, **call))
     tokens = targets.shape[: hidden.ndim - 1]
     if empty:  # what the family returned is of the stand-in token
@@ -321,7 +329,7 @@ def examine(model: nn.Module, plain: Callable[..., Any], scored: Callable[..., C
         raise UnsupportedError("the model's parameters are on the meta device; load its weights before it is called")
     plain = partial(plain, return_dict=True, use_cache=False)
     try:
-        with undisturbed(model):
+        with _otherwise_told(), undisturbed(model):
             if is_value_model(model):
                 valued_output(model, plain(input_ids=probe_tokens(model)), probe_tokens(model).shape)
                 return HeadReport(type(model).__qualname__, values=True)
@@ -330,8 +338,6 @@ def examine(model: nn.Module, plain: Callable[..., Any], scored: Callable[..., C
             logits = _own_logits(model, plain)
             report = HeadReport.of(model, identify(model, plain))
             _self_check(model, report, logits, partial(scored, report))
-    except UnsupportedError as error:
-        raise UnsupportedError(f"{error}; {OTHERWISE}") from error
     except (LogitlessError, torch.OutOfMemoryError):
         raise
     except Exception as error:
