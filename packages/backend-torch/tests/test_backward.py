@@ -142,8 +142,9 @@ def test_products_of_frozen_inputs_are_not_run(frozen: tuple[str, ...], products
         assert tracker.largest_bytes < max(vocab * hidden_size, tokens * vocab + 1) * 4
 
 
-def test_kept_logits_are_not_made_again() -> None:
-    tokens, vocab, hidden_size = 20, 300, 16
+@pytest.mark.parametrize(("tokens", "vocab"), [(20, 300), (5, 7)])  # a multiple of 8 bytes, and none
+def test_kept_logits_are_not_made_again(tokens: int, vocab: int) -> None:
+    hidden_size = 16
     example = random_example(tokens, vocab=vocab, hidden_size=hidden_size, dtype=torch.float32, ignored=False).fresh()
     out = example.score(backend="torch", keep_bytes=tokens * vocab * 4)
     with ProductCounter() as counter:

@@ -142,6 +142,16 @@ def test_what_is_kept_is_made_once(direction: str) -> None:
         assert backward.flops == pytest.approx(made_again * both + 2 * own, rel=0.05)
 
 
+def test_an_odd_number_of_logits_is_kept_to_the_last() -> None:
+    tokens, vocab, hidden_size = 5, 7, 16
+    sizes = {"vocab": vocab, "hidden_size": hidden_size, "dtype": torch.float32}
+    case = random_divergence(tokens, **sizes, ignored=False, ref={"ignored": False})
+    value = replace(case, student=case.student.fresh()).value(backend="torch", keep_bytes=2 * tokens * vocab * 4)
+    with ProductCounter() as counter:
+        value.sum().backward()
+    assert counter.flops == 2 * 2 * tokens * hidden_size * vocab
+
+
 def test_masked_tokens_cost_nothing() -> None:
     case = sized("forward", torch.float32)
     case.student.labels[TOKENS // 10 :] = -100

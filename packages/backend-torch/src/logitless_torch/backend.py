@@ -30,11 +30,11 @@ class TorchBackend:
         """Room for the fp32 (fp64) logits of as many tiles as `keep_bytes` allows; none with a kept set."""
         if request.kept_set:
             return (0,)
-        return (min(keep_bytes, _logits_bytes(request)) // 8 * 8,)
+        return (_whole_logits(request, keep_bytes),)
 
     def kl_kept_shape(self, request: Request, keep_bytes: int) -> tuple[int, ...]:
         """Room for the logits of both heads, as `kept_shape`."""
-        return (min(keep_bytes, 2 * _logits_bytes(request)) // 16 * 16,)
+        return (2 * _whole_logits(request, keep_bytes // 2),)
 
     forward = staticmethod(forward)
     backward = staticmethod(backward)
@@ -44,6 +44,7 @@ class TorchBackend:
     kl_backward = staticmethod(kl_backward)
 
 
-def _logits_bytes(request: Request) -> int:
-    wide = torch.float64 in (request.hidden_dtype, request.weight_dtype)
-    return request.n_tokens * request.vocab_rows * (8 if wide else 4)
+def _whole_logits(request: Request, allowed: int) -> int:
+    """Bytes of as many of a head's logits as may be kept; not cut further, since one too few would lose a tile."""
+    size = 8 if torch.float64 in (request.hidden_dtype, request.weight_dtype) else 4
+    return min(allowed // size, request.n_tokens * request.vocab_rows) * size
