@@ -153,13 +153,21 @@ def double_head(head: Any) -> LMHead:
 
 def close(got: Tensor | None, expected: Tensor, given_: dict[str, Any]) -> None:
     """Within the contract, of the same inputs in float64; float16's and bfloat16's are exact in it."""
-    if got is None:
-        return
-    logits = reference.head_logits(
-        given_["hidden"].double(), double_head(given_["head"]), as_double(given_["temperature"])
-    )
-    largest = logits[logits.isfinite()].abs().max() if logits.isfinite().any() else torch.tensor(0.0)
-    torch.testing.assert_close(got.double(), expected, rtol=0, atol=1e-4 + float(largest) * 2.0**-22, equal_nan=True)
+    if got is not None:
+        atol = 1e-4 + largest_logit(given_) * 2.0**-22
+        torch.testing.assert_close(got.double(), expected, rtol=0, atol=atol, equal_nan=True)
+
+
+@torch.no_grad()
+def largest_logit(given_: dict[str, Any]) -> float:
+    """In size, of those that are finite."""
+    hidden, temperature = given_["hidden"].double(), as_double(given_["temperature"])
+    logits = reference.head_logits(hidden, double_head(given_["head"]), temperature)
+    return float(logits[logits.isfinite()].abs().max()) if logits.isfinite().any() else 0.0
+
+
+def gradient_of(values: Tensor, hidden: Tensor) -> Tensor:
+    return torch.autograd.grad(values, hidden, tensor(*values.shape).to(values))[0]
 
 
 @fuzzed(8)
@@ -197,6 +205,16 @@ def test_linear_log_probs(changed: dict[str, Any]) -> None:
         close(out.log_probs, expected.log_probs, given_)
         close(out.entropy, expected.entropy, given_)
     assert (out.log_probs[ignored] == 0).all()
+
+
+def close_gradient(got: Tensor, expected: Tensor, given_: dict[str, Any]) -> None:
+    """Of a divergence, d_hidden: within the rounding of its factors, where it is a number of `got`'s dtype."""
+    largest, head = largest_logit(given_), double_head(given_["head"])
+    rounding = 1e-6 + largest * 2.0**-22 + 4 * torch.finfo(got.dtype).eps
+    slope = float(head.weight.abs().max()) * abs(head.scale) / float(given_["temperature"])
+    rows = expected.isfinite() & (expected.abs() < torch.finfo(got.dtype).max)
+    atol = V * rounding * (1 + 2 * largest) * slope
+    torch.testing.assert_close(got.double()[rows], expected[rows], rtol=0, atol=atol)
 
 
 RETURNED: list[Any] = [None, 1.0, torch.tensor(1.0), torch.ones(99), torch.ones(1, 1), tensor(3).requires_grad_(), "x"]
@@ -238,28 +256,40 @@ def test_linear_policy_loss(changed: dict[str, Any], returned: Any) -> None:
             "direction": one_of("forward", "reverse", "jsd"),
             "beta": one_of(0.5, 0.1),
             "mask": one_of(None, torch.tensor([True, False, True, True, False])),
+            "keep_bytes": anything,
         }
-    )
+    ),
+    keep_bytes=st.sampled_from([0, 100, 200, 1000, 1 << 20]),  # none, or of few tiles some, or all
 )
-def test_linear_kl(changed: dict[str, Any]) -> None:
+def test_linear_kl(changed: dict[str, Any], keep_bytes: int) -> None:
     given_ = {
         "hidden": tensor(N, D),
         "head": tensor(V, D),
-        "ref_hidden": tensor(N, D),
+        "ref_hidden": tensor(N, D).flip(0),  # as they are drawn, all tensors are of one seed, and no two models differ
         "ref_head": tensor(V, D),
+        "keep_bytes": keep_bytes,
         **changed,
     }
-    names = {*SHARED, "ref_hidden", "ref_head", "direction", "beta", "mask"}
+    if isinstance(given_["hidden"], Tensor) and given_["hidden"].is_floating_point():
+        given_["hidden"] = given_["hidden"].detach().requires_grad_()  # without it nothing is kept
+    names = {*SHARED, "ref_hidden", "ref_head", "direction", "beta", "mask", "keep_bytes"}
     value = run("linear_kl", dict.fromkeys(names), changed, lambda: logitless.linear_kl(**given_))
     if value is None:
         return
     TALLY.right("linear_kl")
+    unkept = logitless.linear_kl(**{**given_, "keep_bytes": 0})
+    gradient, wanted = (gradient_of(x, given_["hidden"]) for x in (value, unkept))
+    torch.testing.assert_close(value, unkept, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(gradient, wanted, rtol=4 * torch.finfo(wanted.dtype).eps, atol=0, equal_nan=True)
     if isinstance(given_.get("temperature"), Tensor):
         return
     both = [double_head(given_[name]) for name in ("head", "ref_head")]
     asked = {name: given_[name] for name in ("direction", "beta", "temperature", "mask") if name in given_}
-    expected = reference.linear_kl(given_["hidden"].double(), both[0], given_["ref_hidden"].double(), both[1], **asked)
-    close(value, expected, {"temperature": 1.0, **given_})
+    exact = given_["hidden"].detach().double().requires_grad_()
+    expected = reference.linear_kl(exact, both[0], given_["ref_hidden"].double(), both[1], **asked)
+    given_ = {"temperature": 1.0, **given_}
+    close(value, expected, given_)
+    close_gradient(gradient, gradient_of(expected, exact), given_)
 
 
 @fuzzed(4)
