@@ -446,3 +446,16 @@ def test_a_transposed_nested_tensor_is_refused() -> None:
     assert batch.pack(nested).shape == (5, 6)
     with pytest.raises(InvalidInputError, match="ragged dimension"):
         batch.pack(nested.transpose(1, 2))
+
+
+@pytest.mark.parametrize("kind", ["padded", "nested", "list"])
+def test_values_on_another_device_are_told(kind: str) -> None:
+    batch = make(kind, [3, 2])
+    whole = torch.ones(sum(batch.padded_lengths), device="meta")
+    for call in (lambda: batch.unpack(whole), lambda: batch.pack(whole[:2], of="sequence")):
+        with pytest.raises(InvalidInputError, match="x: is on meta, the batch on cpu; move one of them"):
+            call()
+    values = {"padded": batch.unpack(torch.ones(5)), "nested": jagged([3, 2])}.get(kind)
+    if values is not None:  # a list's parts are moved, as those of `from_sequences`
+        with pytest.raises(InvalidInputError, match="x: is on meta, the batch on cpu; move one of them"):
+            batch.pack(values.to("meta"))

@@ -15,6 +15,7 @@ from logitless.errors import InputTypeError, InvalidInputError
 __all__ = [
     "as_tensors",
     "check_align",
+    "check_beside",
     "check_device",
     "check_flat",
     "check_gathered",
@@ -50,12 +51,18 @@ def check_tensor(name: str, x: object) -> None:
         raise InvalidInputError(f"{name}: got layout {x.layout}, expected a dense tensor; call to_dense()")
 
 
-def check_rows(name: str, x: Any, count: int, shape: str, row: str) -> None:
+def check_beside(name: str, x: Tensor, device: torch.device) -> None:
+    if x.device != device:
+        raise InvalidInputError(f"{name}: is on {x.device}, the batch on {device}; move one of them")
+
+
+def check_rows(name: str, x: Any, count: int, shape: str, row: str, device: torch.device) -> None:
     check_tensor(name, x)
     if x.ndim == 0 or x.is_nested:
         raise InputTypeError(f"{name}: got {type(x).__qualname__}, expected a tensor {shape}, a row for each {row}")
     if x.shape[0] != count:
         raise InvalidInputError(f"{name}: got {x.shape[0]} rows, expected {count}, one for each {row}")
+    check_beside(name, x, device)
 
 
 def as_tensors(name: str, parts: Any, device: Any) -> list[Tensor]:

@@ -14,7 +14,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from logitless._batch_checks import as_tensors, check_device, check_flat, check_ids, check_like, check_tensor
+from logitless._batch_checks import (
+    as_tensors,
+    check_beside,
+    check_device,
+    check_flat,
+    check_ids,
+    check_like,
+    check_tensor,
+)
 from logitless._segments import cumulated, jagged_values, placed
 from logitless.errors import InputTypeError, InvalidInputError
 
@@ -61,8 +69,10 @@ class Origin:
                     f"x: got {got}, expected a tensor {self.shape} + trailing dimensions: a value for each "
                     "position, the first of a sequence too; for one value a sequence, of='sequence'"
                 )
+            check_beside("x", x, device)
             return x.flatten(0, 1)
         if isinstance(x, Tensor) and x.is_nested:
+            check_beside("x", x, device)
             flat, lengths = jagged_values(x)
         else:
             parts = as_tensors("x", x, device)

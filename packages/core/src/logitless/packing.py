@@ -171,7 +171,7 @@ class PackedBatch:
     def unpack(self, x: Tensor, fill: float = 0.0) -> Any:
         """[T, ...] in batch order back into the origin's layout; `fill` where it holds no token of the batch."""
         self._whole("unpack")
-        check_rows("x", x, sum(self.padded_lengths), "[T, ...]", "packed token")
+        check_rows("x", x, sum(self.padded_lengths), "[T, ...]", "packed token", self.input_ids.device)
         return self.origin.restore(x.index_select(0, self.place_M), self.source_M, fill)
 
     def to_padded(self) -> PaddedBatch:
@@ -277,7 +277,7 @@ class PackedBatch:
 
     def _spread(self, x: Tensor, fill: float) -> Tensor:
         """[B, ...] to [T, ...]."""
-        check_rows("x", x, len(self.sequences), "[B, ...]", "sequence")
+        check_rows("x", x, len(self.sequences), "[B, ...]", "sequence", self.input_ids.device)
         row_M, _ = ramp(self.lengths, x.device)
         return placed(x.index_select(0, row_M), self.place_M, sum(self.padded_lengths), fill)
 
