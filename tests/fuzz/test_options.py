@@ -222,7 +222,7 @@ RETURNED: list[Any] = [None, 1.0, torch.tensor(1.0), torch.ones(99), torch.ones(
 
 @fuzzed(4)
 @given(
-    changed=changes({**SCORED, "loss_fn": anything}),
+    changed=changes({**SCORED, "loss_fn": anything.filter(lambda x: not callable(x))}),  # whose own errors are its own
     returned=st.one_of(st.just("own"), st.just("own"), st.sampled_from(RETURNED)),
 )
 def test_linear_policy_loss(changed: dict[str, Any], returned: Any) -> None:
@@ -280,7 +280,9 @@ def test_linear_kl(changed: dict[str, Any], keep_bytes: int) -> None:
     unkept = logitless.linear_kl(**{**given_, "keep_bytes": 0})
     gradient, wanted = (gradient_of(x, given_["hidden"]) for x in (value, unkept))
     torch.testing.assert_close(value, unkept, rtol=0, atol=0, equal_nan=True)
-    torch.testing.assert_close(gradient, wanted, rtol=4 * torch.finfo(wanted.dtype).eps, atol=0, equal_nan=True)
+    eps = 4 * torch.finfo(wanted.dtype).eps
+    atol = eps * float(wanted.nan_to_num(posinf=0.0, neginf=0.0).norm())
+    torch.testing.assert_close(gradient, wanted, rtol=eps, atol=atol, equal_nan=True)
     if isinstance(given_.get("temperature"), Tensor):
         return
     both = [double_head(given_[name]) for name in ("head", "ref_head")]
