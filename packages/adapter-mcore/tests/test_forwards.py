@@ -94,6 +94,14 @@ def test_value_models_drop_the_last_dimension() -> None:
     assert [part.tolist() for part in nested.unbind()] == [[5.0, 6.0], [7.0]]
 
 
+def test_a_value_model_of_more_than_one_number_is_refused() -> None:
+    message = "value_model: got True .* gives 2 numbers for each token, expected 1; call to_value_model"
+    with pytest.raises(InvalidInputError, match=message):
+        model_forward_gen()(Echo(2), IDS, HOLES, None, {}, value_model=True)
+    with pytest.raises(InvalidInputError, match=message):
+        gptmodel_forward_no_padding(Echo(2), jagged([5, 6], [7]), {}, value_model=True)
+
+
 def test_other_stages_return_their_raw_tensor() -> None:
     ids, stage = jagged([5, 6], [7]), Echo(post_process=False)
     nobody: Any = lambda **_: pytest.fail("a processor ran on a stage without logits")  # noqa: E731

@@ -119,6 +119,11 @@ def _logits_forward(
     if logits_processor is not None:
         processed = logits_processor(output, **arguments)
         return {name: arrangement.unpack(x) for name, x in processed.items()}
+    if value_model and output.shape[-1] != 1:
+        raise InvalidInputError(
+            f"value_model: got True for a model whose output layer gives {output.shape[-1]} numbers for each token, "
+            "expected 1; call to_value_model(model) before it is wrapped, or leave value_model out"
+        )
     unpacked = arrangement.unpack(output)
     return unpacked.squeeze(-1) if value_model else unpacked  # indexing a nested tensor fails in its backward
 
@@ -150,7 +155,7 @@ def model_forward_gen(vision_model: bool = False) -> Callable[..., Any]:
                 of the rows; or None.
             logits_processor: `logits_processor(output, **packed args) -> dict`, whose values are brought back.
             logits_processor_args: tensors [B, S, ...] that are packed for it; anything else is passed as it is.
-            value_model: drop the output's last dimension, of size 1.
+            value_model: drop the output's last dimension, which must be of size 1. With a processor it is not read.
             data_format: "thd" runs one packed row, "bshd" rows aligned left.
             mtp_config: with a true `enable_train`, the last stage gets `label` and `label_mask` of the processor's
                 arguments as `labels` and `loss_mask`, and trains its multi-token prediction heads with them; the output
