@@ -22,7 +22,9 @@ from logitless_triton import (
     dz,
     forward,
     kept,
+    kl_combine,
     kl_kernels,
+    kl_products,
     rounding,
     rounds,
     shortlist,
@@ -34,7 +36,7 @@ from logitless_triton.layout import LOGITS, SAMPLE, STEP
 HOPPER = GPUTarget("cuda", 90, 32)
 TYPES = dict.fromkeys(("ids", "count_ptr", "placed_ptr"), "*i32")
 TYPES |= dict.fromkeys(("id_ptr", "label_ptr", "bracket", "before", "after", "near", "least_ptr"), "*i64")
-TYPES |= dict.fromkeys(("pre", "f_value", "slope", "top_entropy", "beta", "budget"), "fp32")
+TYPES |= dict.fromkeys(("pre", "f_value", "ref_f_value", "slope", "top_entropy", "beta", "budget"), "fp32")
 TYPES |= dict.fromkeys(("all_tokens", "kept_columns", "col0", "labels", "k"), "i32")
 PLAIN = {"bias": None, "lora_u": None, "lora_b": None, "BR": 16, "SOFTCAP": False, "NEGATE": False}
 LISTED = {"WIDTH": 128, "ROWS": 1, "BLOCK": STEP}
@@ -96,6 +98,35 @@ def of_rows(tile: Tile, uniform: bool) -> dict[str, Any]:
     }
 
 
+def divergences(tile: Tile) -> dict[str, Any]:
+    """The kernels of `linear_kl`; the student's tiles go by eighths."""
+    found = {"mixture": compiled(kl_kernels.mixture_kernel, {"ROWS": 1, "BLOCK": 2048}, warps=8)}
+    piece, uniform = tile.columns // 8, {"f_ptr": None, "ref_f_ptr": None}
+
+    def student(written: str, **constants: Any) -> dict[str, Any]:
+        types = {**multiplying(tile, piece, "out"), "ref": described("fp32", tile.rows, piece)}
+        types["out"] = described(written, tile.rows, piece)
+        constants |= {**PLAIN, **tiled(tile), "TMA": True, "FLATTEN": True}
+        return compiled(kl_products._student_kernel, constants, tile.warps, tile.stages, **types)
+
+    for kind in (kl_kernels.FORWARD, kl_kernels.REVERSE, kl_kernels.JSD):
+        constants = {"ROWS": 4, "BLOCK": 1024, "OUT_TYPE": tl.bfloat16, "SOFTCAP": True, "KIND": kind}
+        found[f"divergence's dz, kind={kind}"] = compiled(
+            kl_kernels.divergence_dz_kernel, constants, warps=8, out="*bf16"
+        )
+        found[f"student's dz, kind={kind}"] = student(
+            "bf16", KIND=kind, DZ=True, OUT_TYPE=tl.bfloat16, parts=None, **uniform
+        )
+    for kind in (kl_kernels.FORWARD, kl_kernels.REVERSE):
+        sums = {"KIND": kind, "DZ": False, "OUT_TYPE": tl.float32, "stats": None, "up_ptr": None}
+        found[f"student's sums, kind={kind}"] = student("fp32", out=None, **sums, **uniform)
+        if kind == kl_kernels.FORWARD:
+            found["student's sums, held"] = student("fp32", **sums)
+        constants = {"BLOCK": kl_combine.ROWS, "PART": kl_combine.TILES, "KIND": kind}
+        found[f"divergences combined, kind={kind}"] = compiled(kl_combine._combine_kernel, constants)
+    return found
+
+
 def main() -> None:
     config = config_for(Device((9, 0), 132), torch.bfloat16, 4096)
     found = {
@@ -127,14 +158,7 @@ def main() -> None:
         found[f"dz, several={several}"] = compiled(dz._recompute_kernel, constants, tile.warps, tile.stages, **types)
     for uniform in (False, True):
         found |= {f"{name}, uniform={uniform}": kernel for name, kernel in of_rows(config.forward, uniform).items()}
-    for kind in (kl_kernels.FORWARD, kl_kernels.REVERSE, kl_kernels.JSD):
-        found[f"divergence, kind={kind}"] = compiled(
-            kl_kernels.divergence_kernel, {"ROWS": 1, "BLOCK": 2048, "KIND": kind}, warps=8
-        )
-        constants = {"ROWS": 4, "BLOCK": 1024, "OUT_TYPE": tl.bfloat16, "SOFTCAP": True, "KIND": kind}
-        found[f"divergence's dz, kind={kind}"] = compiled(
-            kl_kernels.divergence_dz_kernel, constants, warps=8, out="*bf16"
-        )
+    found |= divergences(config.held)
     print(json.dumps(found))
 
 

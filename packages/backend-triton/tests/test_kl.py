@@ -52,6 +52,51 @@ def test_every_part_of_a_blocks_tokens(direction: str, head: dict[str, bool]) ->
     check_divergence(case.run(backend="triton", workspace_bytes=5 << 19), case)
 
 
+@pytest.mark.parametrize(
+    ("direction", "keep_bytes", "heads"),
+    [("forward", 0, 1), ("reverse", 0, 1), ("reverse", 1 << 20, 2), ("jsd", 0, 2)],
+)
+def test_the_student_is_held_only_to_be_looked_at_again(
+    direction: str, keep_bytes: int, heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the teacher has the workspace, but for the tiles' partial statistics, and chunks are twice as long."""
+    from logitless_triton import kl  # with Triton, when its interpreter has been chosen
+
+    shares, original = [], kl.Held
+    monkeypatch.setattr(kl, "Held", lambda work: shares.append(work.problem.workspace_bytes) or original(work))
+    case = random_divergence(20, direction=direction, dtype=torch.float32, device=DEVICE, vocab=500)
+    case.run(backend="triton", workspace_bytes=32_000, keep_bytes=keep_bytes)
+    assert shares == {1: [31_000], 2: [16_000, 16_000]}[heads]
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_bits_do_not_depend_on_the_number_of_tokens(direction: str) -> None:
+    """Nor on what else is made of them."""
+    case = random_divergence(70, direction=direction, dtype=torch.float32, device=DEVICE, vocab=300, ignored=False)
+    whole, s, t = case.value(backend="triton"), case.student, case.teacher
+    assert torch.equal(case.run(backend="triton", workspace_bytes=1 << 16, keep_bytes=1 << 15)[0], whole)
+    for count in (1, 17):
+        few = linear_kl(s.hidden[:count], s.head, t.hidden[:count], t.head, direction=direction, backend="triton")
+        assert torch.equal(few, whole[:count])
+
+
+@pytest.mark.parametrize("direction", ["forward", "reverse"])
+@pytest.mark.parametrize("far", [1e2, 1e5])
+def test_tiles_that_differ_by_more_than_exponents_hold(direction: str, far: float) -> None:
+    """The teacher's weight lies in one tile and the student's in another, or in all: KL of up to 1e5 nats."""
+    case = random_divergence(
+        9, direction=direction, dtype=torch.float32, device=DEVICE, vocab=300, bias=True, ref={"bias": True}
+    )
+    for name, first in (("student", 0), ("teacher", 200)):
+        example = getattr(case, name)
+        bias = torch.full_like(example.head.bias, -far)
+        bias[first : first + 90] = 0.0
+        case = case.with_one(name, example.with_head(bias=bias))
+        value, grads = case.run(backend="triton")
+        check_divergence((value, grads), case)
+    assert float(value.detach().max()) > far / 2
+
+
 each_kept = pytest.mark.parametrize("kept_in", [torch.float32, torch.float16], ids=["float32", "float16"])
 
 

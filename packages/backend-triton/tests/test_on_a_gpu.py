@@ -38,6 +38,8 @@ HEADS: dict[str, dict[str, Any]] = {
 @pytest.fixture
 def described(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Runs on a Hopper, so to say; whether each operand that asked for a descriptor got one."""
+    from logitless_triton import kl_products  # with Triton, when its interpreter has been chosen
+
     found: list[bool] = []
 
     def spied(tensor: Tensor, block: list[int], inner: Any = forward.descriptor) -> Any:
@@ -45,7 +47,7 @@ def described(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         found.append(made is not None)
         return made
 
-    for module in (forward, dz):
+    for module in (forward, dz, kl_products):
         monkeypatch.setattr(module, "descriptor", spied)
     monkeypatch.setattr(rows, "device_facts", lambda device: HOPPER)
     return found
@@ -118,6 +120,18 @@ def test_divergences(direction: str, described: list[bool]) -> None:
     check_divergence(case.run(backend="triton"), case)
     assert described
     assert all(described)
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float16), (torch.float16, torch.float32)], ids=str)
+@pytest.mark.parametrize("direction", ["forward", "jsd"])
+def test_heads_of_two_dtypes(
+    direction: str, dtypes: tuple[torch.dtype, torch.dtype], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose tiles are not of one width: they meet in the narrower."""
+    monkeypatch.setattr(rows, "device_facts", lambda device: AMPERE)
+    student, teacher = dtypes
+    case = random_divergence(20, direction=direction, dtype=student, vocab=170, ref={"dtype": teacher})
+    check_divergence(case.run(backend="triton"), case)
 
 
 def test_tiles_by_architecture_and_dtype() -> None:

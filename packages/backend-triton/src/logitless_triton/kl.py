@@ -1,9 +1,9 @@
-"""Divergence of two heads, from blocks of both heads' logits that are held in fp32, in the workspace.
+"""Divergence of two heads: the teacher's logits are held in fp32, in the workspace, and the student's tiles read them.
 
 The forward holds all columns of some tokens, as `logitless_triton.held` does; the backward makes blocks of some columns
-again. A logit is written and read once, which measured faster than both heads' tile in one program: that leaves no
-registers for a second program, under whose products the first one's reductions would run. Equals
-`logitless.reference.linear_kl`.
+again. The student's logits meet the teacher's as they are made (`logitless_triton.kl_products`). They are held only
+where they are looked at again: for Jensen-Shannon's forward, which needs both normalisers first, and for what is kept.
+Equals `logitless.reference.linear_kl`.
 
 What the forward may keep is dz of the leading columns, for an upstream gradient of 1 and without k = ds/dz, each row
 times a power of two (`_exponent`) that makes the most of float16's range, in which bfloat16's dz is kept: what is below
@@ -24,7 +24,8 @@ from logitless.types import Gradients, Needs, Problem
 from logitless_triton.forward import scan
 from logitless_triton.held import Held
 from logitless_triton.kept import Kept
-from logitless_triton.kl_kernels import FORWARD, JSD, REVERSE, divergence_dz_kernel, divergence_kernel
+from logitless_triton.kl_kernels import FORWARD, JSD, REVERSE, divergence_dz_kernel, mixture_kernel
+from logitless_triton.kl_products import divergences, dz_from_teacher
 from logitless_triton.layout import DZ, LOGITS, Blocks, divergence_columns
 from logitless_triton.rounding import scale_rows
 from logitless_triton.rows import Rows, Work
@@ -33,6 +34,7 @@ from logitless_triton.tile import LN2, TYPES, ceil_div
 
 __all__ = ["kl_backward", "kl_forward"]
 
+PARTS = 2  # of a block's tokens: for one at a time the backward holds the teacher's logits
 KINDS = {"forward": FORWARD, "reverse": REVERSE, "jsd": JSD}
 
 
@@ -43,25 +45,44 @@ def kl_forward(
 
     `kept` is filled with dz of the leading columns.
     """
-    held, ref = (Held(Work(replace(p, workspace_bytes=p.workspace_bytes // 2), holds=True)) for p in (student, teacher))
-    work, n, chunk, kind = held.work, held.work.n, min(held.chunk, ref.chunk), KINDS[direction]
-    value, stats, kept_dz = work.empty(n), work.empty(5, n), _kept_dz(work, kept, fill=True)
-    for start in range(0, n, chunk):
-        stop = min(start + chunk, n)
-        rows, ref_rows, span = work.rows(start, stop), ref.work.rows(start, stop), stats[:, start:stop]
-        for place, (one, those) in enumerate(((held, rows), (ref, ref_rows))):
-            *_, whole = one.partials(those)
-            span[place] = whole[0, : rows.count]
-            span[2 + place] = whole[1, : rows.count].log2()
-        logits = (held.of(rows), ref.of(ref_rows))
-        sums = _sums(work, *logits, rows, ref_rows, span, kind, beta)
-        sums.mul_(LN2).clamp_(min=0.0)
-        span[4] = sums[0]
-        value[start:stop] = beta * sums[1] + (1.0 - beta) * sums[0] if direction == "jsd" else sums[0]
-        if kept_dz.shape[1]:
+    kind, keeps = KINDS[direction], kept is not None and kept.numel() > 0
+    both = kind == JSD or keeps
+    work, ref = _pair(student, teacher, both)
+    ref_held, held = Held(ref), Held(work) if both else None
+    n, kept_dz = work.n, _kept_dz(work, kept, fill=True)
+    value, stats = work.empty(n), work.empty(5, n)
+    for start, stop in ref_held.spans():
+        rows, ref_rows, span = work.rows(start, stop), ref.rows(start, stop), stats[:, start:stop]
+        x, y = held.of(rows) if held is not None else None, ref_held.of(ref_rows)
+        if held is not None and kind == JSD:
+            value[start:stop] = _mixture((held, ref_held), (rows, ref_rows), span, beta)
+        else:
+            divergences(work, ref, (rows, ref_rows), (x, y), kind, span)
+            value[start:stop] = span[4]
+        if x is not None and keeps:
             out, up = kept_dz[start:stop], _exponent(span, kind).exp2()
-            _dz(work, *logits, (rows.f, ref_rows.f), span, up, out, kind, beta)
+            _dz(work, (x, y), (rows.f, ref_rows.f), span, up, out, kind, beta)
     return value, stats
+
+
+def _pair(student: Problem, teacher: Problem, both: bool) -> tuple[Work, Work]:
+    """With a workspace for each whose logits are held; and with the same tiles, whose maxima are compared."""
+    share = student.workspace_bytes
+    share = share // 2 if both else share - share // 32  # for the tiles' partial statistics
+    work, ref = (Work(replace(p, workspace_bytes=share), holds=True) for p in (student, teacher))
+    work.config = ref.config = min(work.config, ref.config, key=lambda config: config.forward.columns)
+    return work, ref
+
+
+def _mixture(held: tuple[Held, Held], rows: tuple[Rows, Rows], stats: Tensor, beta: float) -> Tensor:
+    """Jensen-Shannon's divergences [m] of a block of rows, and its stats [5, m]."""
+    for place, (one, those) in enumerate(zip(held, rows, strict=True)):
+        *_, whole = one.partials(those)
+        stats[place] = whole[0, : those.count]
+        stats[2 + place] = whole[1, : those.count].log2()
+    sums = _sums(held, rows, stats, beta).mul_(LN2).clamp_(min=0.0)
+    stats[4] = sums[0]
+    return beta * sums[1] + (1.0 - beta) * sums[0]
 
 
 def _bound(stats: Tensor, kind: int) -> Tensor:
@@ -88,20 +109,20 @@ def _kept_dz(work: Work, kept: Tensor | None, *, fill: bool = False) -> Tensor:
     return rows[:, :valid]
 
 
-def _sums(
-    work: Work, x: Tensor, y: Tensor, rows: Rows, ref_rows: Rows, stats: Tensor, kind: int, beta: float
-) -> Tensor:
-    """What `divergence_kernel` sums, over all ranks' columns: [2, m]."""
-    sums, group = work.empty(2, rows.count), work.problem.group
+def _sums(held: tuple[Held, Held], rows: tuple[Rows, Rows], stats: Tensor, beta: float) -> Tensor:
+    """What `mixture_kernel` sums, over all ranks' columns: [2, m]."""
+    (mine, those), work = rows, held[0].work
+    x, y = held[0].of(mine), held[1].of(those)
+    sums, group = work.empty(2, mine.count), work.problem.group
     block_rows, block = (16, 512) if work.interpreted else (1, 2048)
-    divergence_kernel[(ceil_div(rows.count, block_rows),)](
+    mixture_kernel[(ceil_div(mine.count, block_rows),)](
         x,
         y,
-        rows.f,
-        ref_rows.f,
+        mine.f,
+        those.f,
         stats,
         sums,
-        rows.count,
+        mine.count,
         work.head.valid,
         beta,
         x.stride(0),
@@ -109,35 +130,41 @@ def _sums(
         stats.stride(0),
         ROWS=block_rows,
         BLOCK=block,
-        KIND=kind,
         num_warps=8,
     )
     return sums if group is None else gather_stacked(sums, group).sum(0)
 
 
-class _Block:
-    """Logits of a block of columns, made again for some tokens at a time; a plain head's by cuBLAS."""
+class _Teacher:
+    """The teacher's logits of a block of columns, made again for some tokens at a time; a plain head's by cuBLAS."""
 
-    def __init__(self, work: Work, rows: Rows, most: int, columns: int) -> None:
-        self.work, self.rows, self.width = work, rows, work.config.forward.columns
+    def __init__(self, work: Work, most: int, columns: int) -> None:
+        self.work, self.rows, self.width = work, work.rows(0, work.n), work.config.forward.columns
         tiles, head = ceil_div(columns, self.width), work.head
         self.plain = head.bias is None and not (head.rank or head.softcap or head.negate)
         self.buffer = work.empty(most * tiles * self.width)
         self.parts = work.empty(3, tiles, ceil_div(most, 16) * 16)
 
-    def logits(self, start: int, stop: int, begin: int, end: int) -> Tensor:
-        """x of columns start to stop, of tokens begin to end: [m, C], or [m, whole tiles]."""
+    def logits(self, start: int, stop: int, begin: int, end: int) -> tuple[Rows, Tensor]:
+        """Tokens begin to end, and x of columns start to stop: [m, C], or [m, whole tiles]."""
         rows, head, columns = self.rows.span(begin, end), self.work.head.columns(start, stop), stop - start
         if self.plain:
-            x = self.buffer[: rows.count * columns].view(rows.count, columns)
+            stride = ceil_div(columns, 4) * 4  # 16 bytes, as descriptors need
+            x = self.buffer[: rows.count * stride].view(rows.count, stride)[:, :columns]
             matmul(rows.hidden, head.weight.T, x)
-            return x
+            return rows, x
         tiles = ceil_div(columns, self.width)
         x = self.buffer[: rows.count * tiles * self.width].view(rows.count, -1)
-        part = copy.copy(self.work)
-        part.head = head
-        scan(part, rows, Kept(LOGITS, columns, self.width, x), None, self.parts[:, :tiles])
-        return x
+        kept = Kept(LOGITS, columns, self.width, x)
+        scan(_of_columns(self.work, start, stop), rows, kept, None, self.parts[:, :tiles])
+        return rows, x
+
+
+def _of_columns(work: Work, start: int, stop: int) -> Work:
+    """The same work of some columns only."""
+    part = copy.copy(work)
+    part.head = work.head.columns(start, stop)
+    return part
 
 
 def kl_backward(
@@ -194,20 +221,20 @@ def _from_logits(
     beta: float,
 ) -> None:
     """The columns from `first` on, whose logits are made again."""
-    valid, ref_rows = work.head.valid, ref.rows(0, work.n)
-    held = 4  # bytes of a logit of both heads beside its dz: of half of the tokens at a time
-    blocks = _blocks(work, sums, valid - first, held + work.item)
-    most = ceil_div(ceil_div(min(blocks.tokens, work.n), 2), 128) * 128
+    valid = work.head.valid
+    blocks = _blocks(work, sums, valid - first, 4 // PARTS + work.item)  # the teacher's logits beside dz
+    most = ceil_div(ceil_div(min(blocks.tokens, work.n), PARTS), 128) * 128
     width = _whole_waves(work, most, blocks.columns)
-    mine, other = (_Block(one, those, most, width) for one, those in ((work, rows), (ref, ref_rows)))
+    teacher = _Teacher(ref, most, width)
 
     def from_logits(columns: slice, tokens: slice, out: Tensor) -> None:
+        part = _of_columns(work, columns.start, columns.stop)
         for start in range(tokens.start, tokens.stop, most):
             stop = min(start + most, tokens.stop)
-            x, y = (block.logits(columns.start, columns.stop, start, stop) for block in (mine, other))
-            factors = (rows.f[start:stop], ref_rows.f[start:stop])
-            part = out[start - tokens.start : stop - tokens.start]
-            _dz(work, x, y, factors, stats[:, start:stop], up[start:stop], part, kind, beta)
+            ref_rows, y = teacher.logits(columns.start, columns.stop, start, stop)
+            both, span = (rows.span(start, stop), ref_rows), slice(start, stop)
+            dz = out[start - tokens.start : stop - tokens.start]
+            dz_from_teacher(part, both, y, stats[:, span], up[span], dz, kind, beta)
 
     _products(rows, sums, blocks, (first, valid, width), from_logits)
 
@@ -248,8 +275,7 @@ def _whole_waves(work: Work, rows: int, most: int) -> int:
 
 def _dz(
     work: Work,
-    x: Tensor,
-    y: Tensor,
+    logits: tuple[Tensor, Tensor],
     factors: tuple[Tensor, Tensor],
     stats: Tensor,
     up: Tensor,
@@ -257,11 +283,10 @@ def _dz(
     kind: int,
     beta: float,
 ) -> None:
-    """dz of a block [m, C] from its logits."""
+    """dz of a block [m, C] from both heads' logits."""
     (count, columns), (block_rows, block) = out.shape, (16, 512) if work.interpreted else (4, 1024)
     divergence_dz_kernel[(ceil_div(count, block_rows), ceil_div(columns, block))](
-        x,
-        y,
+        *logits,
         *factors,
         stats,
         up,
@@ -269,8 +294,7 @@ def _dz(
         count,
         columns,
         beta,
-        x.stride(0),
-        y.stride(0),
+        *(x.stride(0) for x in logits),
         stats.stride(0),
         out.stride(0),
         ROWS=block_rows,

@@ -21,7 +21,7 @@ import triton.language as tl
 
 from logitless_triton.tile import LN2
 
-__all__ = ["FORWARD", "JSD", "REVERSE", "divergence_dz_kernel", "divergence_kernel"]
+__all__ = ["FORWARD", "JSD", "REVERSE", "divergence_dz_kernel", "dz_of", "gap", "mixture_kernel"]
 
 FORWARD, REVERSE, JSD = 0, 1, 2
 _FORWARD, _REVERSE = tl.constexpr(FORWARD), tl.constexpr(REVERSE)
@@ -37,6 +37,28 @@ def _surprise(weight, ratio, share):
 
 
 @triton.jit
+def gap(d, ref_d, FORWARD: tl.constexpr):
+    """By how much a's log2 is above b's, from the student's (x − m)·f and the teacher's: of equal heads exactly 0.
+
+    Less 1 each, so that a compiler which fuses the multiplication with what follows it does so to both, or to neither.
+    """
+    over = (d - 1.0) - (ref_d - 1.0)
+    return -over if FORWARD else over
+
+
+@triton.jit
+def dz_of(log_p, log_q, relative, beta, KIND: tl.constexpr):
+    """dz over k·g; `relative` is the divergence, in nats, that p's slope is relative to."""
+    p = tl.exp2(log_p)
+    if KIND == _FORWARD:
+        dz = p - tl.exp2(log_q)
+    else:
+        slope = p * (log_p - log_q) if KIND == _REVERSE else _surprise(p, log_q - log_p, beta)
+        dz = tl.where(p == 0.0, 0.0, slope * _LN2 - p * relative)  # log_p or log_q may be −inf
+    return dz
+
+
+@triton.jit
 def _row_facts(f_ptr, ref_f_ptr, stats, rows, inside, stride_stats):
     """[ROWS, 1] each: f, M and log2 S of the student, and of the teacher."""
     f = tl.load(f_ptr + rows, mask=inside, other=0.0)[:, None]
@@ -49,7 +71,7 @@ def _row_facts(f_ptr, ref_f_ptr, stats, rows, inside, stride_stats):
 
 
 @triton.jit(do_not_specialize=["N", "stride_stats"])
-def divergence_kernel(
+def mixture_kernel(
     held,
     ref_held,
     f_ptr,
@@ -64,9 +86,8 @@ def divergence_kernel(
     stride_stats,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    KIND: tl.constexpr,
 ):
-    """[2, N] sums over these columns in log2 units: the divergence, or Jensen-Shannon's KL(p‖μ) and KL(q‖μ)."""
+    """[2, N] sums over these columns in log2 units: Jensen-Shannon's KL(p‖μ) and KL(q‖μ)."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = rows < N
     f, M, log_s, ref_f, ref_M, ref_log_s = _row_facts(f_ptr, ref_f_ptr, stats, rows, inside, stride_stats)
@@ -83,13 +104,8 @@ def divergence_kernel(
         log_q = (y - ref_M) * ref_f - ref_log_s
         p = tl.where(real, tl.exp2(log_p), 0.0)
         q = tl.where(real, tl.exp2(log_q), 0.0)
-        if KIND == _FORWARD:  # 0·log(0/b) is 0, where 0·(−inf) would be NaN
-            mine += tl.where(q == 0.0, 0.0, q * (log_q - log_p))
-        elif KIND == _REVERSE:
-            mine += tl.where(p == 0.0, 0.0, p * (log_p - log_q))
-        else:
-            mine += _surprise(p, log_q - log_p, beta)
-            other += _surprise(q, log_p - log_q, 1.0 - beta)
+        mine += _surprise(p, log_q - log_p, beta)
+        other += _surprise(q, log_p - log_q, 1.0 - beta)
     tl.store(out + rows, tl.sum(mine, 1), mask=inside)
     tl.store(out + N + rows, tl.sum(other, 1), mask=inside)
 
@@ -126,14 +142,8 @@ def divergence_dz_kernel(
     y = tl.load(ref_held + rows.to(tl.int64)[:, None] * stride_ref + cols, mask=real, other=0.0)
     log_p = (x - M) * f - log_s
     log_q = (y - ref_M) * ref_f - ref_log_s
-    p = tl.exp2(log_p)
-    if KIND == _FORWARD:
-        dz = p - tl.exp2(log_q)
-    else:
-        relative = tl.load(stats + 4 * stride_stats + rows, mask=inside, other=0.0)[:, None]
-        slope = p * (log_p - log_q) if KIND == _REVERSE else _surprise(p, log_q - log_p, beta)
-        dz = tl.where(p == 0.0, 0.0, slope * _LN2 - p * relative)  # log_p or log_q may be −inf
-    dz *= tl.load(up_ptr + rows, mask=inside, other=0.0)[:, None]
+    relative = tl.load(stats + 4 * stride_stats + rows, mask=inside, other=0.0)[:, None]
+    dz = dz_of(log_p, log_q, relative, beta, KIND) * tl.load(up_ptr + rows, mask=inside, other=0.0)[:, None]
     if SOFTCAP:
         dz *= 1.0 - x * x
     tl.store(out + rows.to(tl.int64)[:, None] * stride_out + cols, dz.to(OUT_TYPE), mask=real)
