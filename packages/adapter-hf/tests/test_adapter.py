@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import logitless
@@ -25,6 +26,13 @@ def test_supports(make_model: Any) -> None:
     assert adapter.supports(make_model()) is None
     assert "get_output_embeddings" in str(adapter.supports(nn.Linear(2, 2)))
     assert "str" in str(adapter.supports("llama"))
+
+
+def test_a_wrapper_is_told_what_to_hand_in(make_model: Any) -> None:
+    told = str(HFAdapter().supports(nn.DataParallel(make_model())))
+    assert told.startswith("DataParallel wraps a model; pass its .module. ")
+    assert "DDP does not average the gradients" in told
+    assert "pass its ._orig_mod" in str(HFAdapter().supports(torch.compile(nn.Linear(2, 2), backend="eager")))
 
 
 def test_inspect(make_model: Any, tmp_path: Path) -> None:

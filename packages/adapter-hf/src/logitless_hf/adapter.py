@@ -29,6 +29,12 @@ class HFAdapter:
         if not isinstance(model, nn.Module):
             return f"got a {type(model).__qualname__}, expected a transformers model"
         if not hasattr(model, "get_output_embeddings") and not hasattr(model, "get_base_model"):
+            inner = next((name for name in ("module", "_orig_mod") if name in model._modules), None)
+            if inner is not None:
+                return (
+                    f"{type(model).__qualname__} wraps a model; pass its .{inner}. DDP does not "
+                    "average the gradients of a forward that runs past it: call a bound model's wrapper, or use FSDP2"
+                )
             return f"{type(model).__qualname__} has no get_output_embeddings(), as transformers' models have"
         return None
 
