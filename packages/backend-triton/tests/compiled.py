@@ -34,7 +34,7 @@ from logitless_triton.config import Device, Tile, config_for
 from logitless_triton.layout import LOGITS, SAMPLE, STEP
 
 HOPPER = GPUTarget("cuda", 90, 32)
-TYPES = dict.fromkeys(("ids", "count_ptr", "placed_ptr"), "*i32")
+TYPES = dict.fromkeys(("ids", "count_ptr", "size_ptr"), "*i32")
 TYPES |= dict.fromkeys(("id_ptr", "label_ptr", "bracket", "before", "after", "near", "least_ptr"), "*i64")
 TYPES |= dict.fromkeys(("pre", "f_value", "ref_f_value", "slope", "top_entropy", "beta", "budget"), "fp32")
 TYPES |= dict.fromkeys(("all_tokens", "kept_columns", "col0", "labels", "k"), "i32")
@@ -139,11 +139,13 @@ def main() -> None:
         found[f"round, ranks={ranks}, count={count}"] = compiled(rounds._round_kernel, constants)
     found["sums"] = compiled(rounds._sums_kernel, LISTED)
     found["best"] = compiled(best._best_kernel, LISTED)
-    for count in (False, True):
+    for count, summed in ((False, 3), (False, 4), (True, 0), (True, 2), (True, 4)):
         constants = {"SAMPLE": SAMPLE, "LENGTH": 8 * STEP, "COUNT": count, "NESTED": not count}
-        found[f"sample, count={count}"] = compiled(shortlist._sample_kernel, {**LISTED, **constants}, warps=8)
-        found[f"split, count={count}"] = compiled(shortlist._split_kernel, {**LISTED, **constants})
-        found[f"find, count={count}"] = compiled(shortlist._find_kernel, {**LOOK, **constants})
+        constants |= {"SUMMED": summed, "PART": threshold.LOOK}
+        asked = f"count={count}, summed={summed}"
+        found[f"sample, {asked}"] = compiled(shortlist._sample_kernel, {**LISTED, **constants})
+        found[f"split, {asked}"] = compiled(shortlist._split_kernel, {**LISTED, **constants})
+        found[f"find, {asked}"] = compiled(shortlist._find_kernel, {**LOOK, **constants})
     for name, tile in (("forward", config.held), ("forward, wide", config.forward)):
         constants = {**PLAIN, **tiled(tile), "live_count": None, "reference_ptr": None, "maxima": None, "KEEP": LOGITS}
         constants |= {"TMA": True, "TMA_KEPT": True, "FLATTEN": True, "KEPT_TYPE": tl.float32}

@@ -54,15 +54,15 @@ def _best_kernel(
     tiles = tl.max(count, 0)
     larger = tl.full((ROWS, BLOCK), 0, tl.int32)
     for first in range(0, tiles, BLOCK // WIDTH):
-        x, cols, real = tile_logits(held, ids, rows, first, count, V, stride_held, stride_ids, WIDTH, BLOCK)
-        x = tl.reshape(tl.where(real, x, -float("inf")), (ROWS, BLOCK))
+        x, _, _ = tile_logits(held, ids, rows, first, count, stride_held, stride_ids, WIDTH, BLOCK)
+        x = tl.reshape(x, (ROWS, BLOCK))
         larger += (x > threshold).to(tl.int32)
     next_larger = tl.full((ROWS,), 0, tl.int32)
     next_equal = tl.sum(larger, 1)
     for first in range(0, tiles, BLOCK // WIDTH):
-        x, cols, real = tile_logits(held, ids, rows, first, count, V, stride_held, stride_ids, WIDTH, BLOCK)
-        x = tl.reshape(tl.where(real, x, -float("inf")), (ROWS, BLOCK))
-        real = tl.reshape(real, (ROWS, BLOCK))
+        x, cols, listed = tile_logits(held, ids, rows, first, count, stride_held, stride_ids, WIDTH, BLOCK)
+        x = tl.reshape(x, (ROWS, BLOCK))
+        real = tl.reshape(listed & (cols < V), (ROWS, BLOCK))
         cols = tl.reshape(cols, (ROWS, BLOCK))
         is_larger = (x > threshold).to(tl.int32)
         is_equal = (real & (x == threshold)).to(tl.int32)
@@ -85,8 +85,8 @@ def _of_rows(held: Held, rows: Rows, k: int) -> tuple[Tensor, Tensor, Tensor]:
     if m and found:
         logits, bracket = listed(work, held.of(rows), rows.f, parts, own, own[0, :m], None, k=found, p=None)
         threshold, sums = work.empty(m), work.empty(len(SUMS), m)
-        find(logits, bracket, torch.full_like(rows.f, float(found)), threshold, sums, count=True)
-        logits.launch(_best_kernel, threshold, value, ids, k=k, **blocks(work))
+        find(logits, bracket, torch.full_like(rows.f, float(found)), threshold, sums, summed=0, count=True)
+        logits.launch(_best_kernel, threshold, value, ids, k=k, V=work.head.valid, **blocks(work))
     return whole[:2, :m], value, ids.where(ids == LAST, ids + work.problem.vocab_start)
 
 

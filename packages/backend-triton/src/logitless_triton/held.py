@@ -44,7 +44,7 @@ def needs_logits(problem: Problem) -> bool:
 
 
 class Held:
-    """Logits of up to so many rows, in whole tiles; what lies beyond the vocabulary is anything.
+    """Logits of up to so many rows, in whole tiles; what lies beyond the vocabulary is anything, but for a `Listing`.
 
     `best` is how many of a row's largest logits are looked for, 0 where they are not.
     """
@@ -70,11 +70,18 @@ class Held:
         """[m, whole tiles] of a block of rows that was scanned last."""
         return self.buffer[: rows.count]
 
+    def ended(self, rows: Rows) -> Tensor:
+        """`of`, with −inf beyond the vocabulary."""
+        logits = self.of(rows)
+        logits[:, self.work.head.valid :] = -math.inf
+        return logits
+
     def partials(self, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
         """Scan a block of rows: tiles' statistics [3, tiles, >= m], this rank's M, S, T [3, >= m], and all ranks'."""
         work, p = self.work, self.work.problem
         parts = work.empty(3, self.tiles, ceil_div(rows.count, 16) * 16)
         scan(work, rows, self.kept(rows), None, parts)
+        self.ended(rows)
         own, unused = work.empty(3, parts.shape[2]), work.empty(0)
         combine(parts, unused, rows.f, own, unused, unused, p.vocab_size, finish=False)
         if p.group is None:
@@ -99,7 +106,7 @@ class Held:
         ids = torch.arange(self.tiles, dtype=torch.int32, device=like.device).expand(rows.count, -1)
         count = like.new_full((rows.count,), self.tiles, dtype=torch.int32)
         outside = torch.full_like(top, -math.inf)
-        return Listing(self.work, self.of(rows), rows.f, top, ids, count, outside)
+        return Listing(self.work, self.ended(rows), rows.f, top, ids, count, outside)
 
 
 class HeldScores:
@@ -208,22 +215,24 @@ def _find(held: Held, rows: Rows, partials: tuple[Tensor, Tensor, Tensor], thres
     f, top, mass, total, group = rows.f, whole[0], whole[1], None, p.group
     logits, bracket = listed(work, held.of(rows), f, parts, mine, top, group, k=p.top_k, p=p.top_p)
 
-    def kept(bracket: Tensor, wanted: Tensor, *, count: bool, total: Tensor | None = None) -> Tensor:
+    def kept(bracket: Tensor, wanted: Tensor, *, summed: int, count: bool, total: Tensor | None = None) -> Tensor:
         """Keys [m] of the thresholds, with `threshold` and `out` filled in."""
         if group is None:
-            return find(logits, bracket, wanted, threshold, out, count=count, total=total)
+            return find(logits, bracket, wanted, threshold, out, summed=summed, count=count, total=total)
         least = search(logits, bracket, wanted, group, count=count)
         kept_sums(logits, least, threshold, out)
         return least
 
+    summed = 4 if "sum_sq_probs" in p.stats else 3  # of `SUMS`
     if p.top_k is not None:
-        least = kept(bracket, torch.full_like(f, float(p.top_k)), count=True)
+        wanted = torch.full_like(f, float(p.top_k))
+        least = kept(bracket, wanted, summed=summed if p.top_p is None else 2, count=True)
         if p.top_p is not None:
             own = out[:2].sum(0)
             mass = total = own if group is None else gather_stacked(own, group).sum(0)
             bracket = torch.stack((least, bracket[1]))
     if p.top_p is not None:
-        kept(bracket, mass * p.top_p, count=False, total=total)
+        kept(bracket, mass * p.top_p, summed=summed, count=False, total=total)
 
 
 def forward(problem: Problem, *, entropy: bool) -> Forwarded:

@@ -149,8 +149,7 @@ def held_rows(n: int, vocab_size: int, width: int, workspace_bytes: int, *, shor
     """
     tiles = (vocab_size + width - 1) // width
     row = tiles * (4 * width + 12 + 4) + 512  # logits, partial statistics, a list of tiles, and a token's numbers
-    length = shortlist_length(tiles * width) if short else 0
-    row += 4 * length + (512 if length else 0)  # and how many of them each of 128 lanes has
+    row += 4 * shortlist_length(tiles * width) if short else 0
     row += 64 * best  # ids and values, and both in order: 53 bytes of each, counted
     fit = max(1, min(CHUNK, (workspace_bytes - 16 * 12 * tiles) // row))
     grain = 128 if fit >= 128 else 16 if fit >= 16 else 1  # a tile's rows, and what addresses are aligned to

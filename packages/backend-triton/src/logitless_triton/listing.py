@@ -27,7 +27,7 @@ class Listing:
     """Logits of m rows, and which tiles of each are to be read, in ascending order."""
 
     work: Any
-    held: Tensor  # [m, whole tiles]
+    held: Tensor  # [m, whole tiles], −inf beyond the vocabulary
     f: Tensor  # [m]
     top: Tensor  # [m] M of all ranks
     ids: Tensor  # [m, tiles] int32
@@ -36,10 +36,9 @@ class Listing:
     mass: Tensor | None = None  # [m] Σ 2^((x−M)·f) of those that are to be read, where it is asked for
 
     def launch(self, kernel: Any, *own: Any, **named: Any) -> None:
-        """Run a kernel over the rows: of held, ids, count_ptr, what is its own, N, V, stride_ids and stride_held."""
+        """Run a kernel over the rows: of held, ids, count_ptr, what is its own, N, stride_ids and stride_held."""
         rows = self.held.shape[0]
-        named |= {"N": rows, "V": self.work.head.valid}
-        named |= {"stride_ids": self.ids.stride(0), "stride_held": self.held.stride(0)}
+        named |= {"N": rows, "stride_ids": self.ids.stride(0), "stride_held": self.held.stride(0)}
         kernel[(ceil_div(rows, named["ROWS"]),)](self.held, self.ids, self.count, *own, **named)
 
 
@@ -64,14 +63,14 @@ def factors(f_ptr, M_ptr, rows, inside):
 
 @triton.jit
 def key_of(x):
-    """An integer in the order of the floats."""
-    bits = x.to(tl.int32, bitcast=True)
+    """An integer in the order of the floats; of −0.0 that of 0.0."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
 
 
 @triton.jit
 def float_of(key):
-    """The float that `key_of` made it of."""
+    """The float of which `key_of` makes it."""
     bits = key.to(tl.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
@@ -83,11 +82,11 @@ def load_bracket(bracket, rows, N, inside):
 
 
 @triton.jit
-def tile_logits(held, ids, rows, first, count, V, stride_held, stride_ids, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Logits [ROWS, BLOCK // WIDTH, WIDTH] of the listed tiles from the first on, their columns, and which are real.
+def tile_logits(held, ids, rows, first, count, stride_held, stride_ids, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Logits [ROWS, BLOCK // WIDTH, WIDTH] of the listed tiles from the first on, −inf after the last; their columns.
 
-    A tile's columns are an axis, and V is not in the load's mask, so that the compiler sees 16 bytes of one mask;
-    likewise it has to see that rows start at whole tiles.
+    A tile's columns are an axis, so that the compiler sees 16 bytes of one mask; likewise it has to see that rows start
+    at whole tiles.
     """
     place = first + tl.arange(0, BLOCK // WIDTH)[None, :]
     rows = rows.to(tl.int64)
@@ -95,5 +94,4 @@ def tile_logits(held, ids, rows, first, count, V, stride_held, stride_ids, WIDTH
     tile = tl.load(ids + rows[:, None] * stride_ids + place, mask=listed, other=0)
     cols = tile[:, :, None] * WIDTH + tl.arange(0, WIDTH)[None, None, :]
     at = held + rows[:, None, None] * (stride_held // WIDTH * WIDTH) + cols
-    x = tl.load(at, mask=listed[:, :, None], other=-float("inf"))
-    return x, cols, listed[:, :, None] & (cols < V)
+    return tl.load(at, mask=listed[:, :, None], other=-float("inf")), cols, listed[:, :, None]

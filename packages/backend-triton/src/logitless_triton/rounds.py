@@ -21,7 +21,7 @@ __all__ = ["kept_sums", "search"]
 ROUNDS = 11  # of an eighth each: 2^32 floats
 
 
-@triton.jit(do_not_specialize=["N", "V", "stride_ids", "stride_held"])
+@triton.jit(do_not_specialize=["N", "stride_ids", "stride_held"])
 def _round_kernel(
     held,
     ids,
@@ -34,7 +34,6 @@ def _round_kernel(
     found,
     out,
     N,
-    V,
     stride_ids,
     stride_held,
     WIDTH: tl.constexpr,
@@ -56,15 +55,15 @@ def _round_kernel(
             largest = tl.maximum(largest, tl.load(at + 8 * N, mask=inside, other=0.0))
             least = tl.minimum(least, tl.load(at + 9 * N, mask=inside, other=0.0))
         wanted = tl.load(wanted_ptr + rows, mask=inside, other=0.0)
-        low, high = narrowed(low, high, mass, largest, least, wanted, False)
+        low, high, _, _ = narrowed(low, high, mass, largest, least, wanted, wanted, wanted, False)
     tl.store(after + rows, low, mask=inside)  # not where it was read: another thread may not have read it yet
     tl.store(after + N + rows, high, mask=inside)
     is_open = high - low > 1
     if tl.max(is_open.to(tl.int32), 0) > 0:
         f, M = factors(f_ptr, M_ptr, rows, inside)
         count = tl.load(count_ptr + rows, mask=is_open, other=0)
-        source = (held, ids, V, stride_held, stride_ids)
-        mass, largest, least = look(source, rows, count, f, M, low, high, False, False, WIDTH, ROWS, BLOCK, COUNT)
+        source = (held, ids, stride_held, stride_ids)
+        mass, largest, least = look(source, rows, count, f, M, low, high, f, f, False, False, WIDTH, ROWS, BLOCK, COUNT)
         tl.store(out + rows[:, None] + ways * N, mass, mask=inside[:, None])
         tl.store(out + 8 * N + rows, largest, mask=inside)
         tl.store(out + 9 * N + rows, least, mask=inside)
@@ -91,7 +90,7 @@ def search(logits: Listing, bracket: Tensor, wanted: Tensor, group: Any, *, coun
     return bracket[0]
 
 
-@triton.jit(do_not_specialize=["N", "V", "stride_ids", "stride_held", "stride_out"])
+@triton.jit(do_not_specialize=["N", "stride_ids", "stride_held", "stride_out"])
 def _sums_kernel(
     held,
     ids,
@@ -103,7 +102,6 @@ def _sums_kernel(
     threshold_ptr,
     out,
     N,
-    V,
     stride_ids,
     stride_held,
     stride_out,
@@ -115,8 +113,10 @@ def _sums_kernel(
     threshold = float_of(tl.load(least_ptr + rows, mask=inside, other=0))
     f, M = factors(f_ptr, M_ptr, rows, inside)
     count = tl.load(count_ptr + rows, mask=inside, other=0)
-    source = (held, ids, V, stride_held, stride_ids)
-    sums, _, _ = add_up(source, rows, count, f, M, threshold, threshold, held, 0, False, False, WIDTH, ROWS, BLOCK)
+    source = (held, ids, stride_held, stride_ids)
+    sums, _, _ = add_up(
+        source, rows, count, f, M, threshold, threshold, rows, rows, 4, False, False, False, WIDTH, ROWS, BLOCK
+    )
     rest, largest, moment, squares, dropped = sums
     dropped = tl.maximum(dropped, tl.load(outside_ptr + rows, mask=inside, other=0.0))
     tl.store(threshold_ptr + rows, threshold, mask=inside)

@@ -11,6 +11,10 @@ for keys between which the threshold lies but for bad luck:
 each give or take 4 standard deviations, √(c·q·what is estimated) at most, and 8·c·q, where q is the largest term:
 a few large terms that the sample has missed. Bad luck is noticed, as is a short list that overflows; the rounds then go
 through all listed tiles, as they do where those are few.
+
+A round leaves little of a short list: where that was long, it is put behind it, what surely is kept is added to the
+sums, and the next rounds read no more than that. The largest logit that is not kept is seldom anywhere but in the short
+list; the tiles are read for it only where the list has none.
 """
 
 # mypy: ignore-errors
@@ -25,18 +29,25 @@ from torch import Tensor
 
 from logitless_triton.layout import SAMPLE, shortlist_length
 from logitless_triton.listing import Listing, blocks, factors, float_of, key_of, load_bracket, program_rows
-from logitless_triton.threshold import LANES, LOOK, add_up, load_sums, look, merged, narrowed, store_sums
+from logitless_triton.threshold import LANES, LOOK, add_up, aim, load_sums, look, merged, narrowed, only, store_sums
 from logitless_triton.tile import FLOOR
 
 __all__ = ["find"]
 
-STEPS = tl.constexpr(24)  # through the sample, half of them halving what is left of the values, half of the keys
+STEPS = tl.constexpr(24)  # through the sample, at most: half of them halve what is left of the values, half of the keys
+NEAR = tl.constexpr(8.0)  # sampled logits between two keys that are near enough: few beside the doubt
 
 
 @triton.jit
-def _edge(x, weight, f, M, low, high, each, total, wanted, sign, COUNT: tl.constexpr):
-    """Keys [ROWS] side by side: at the first there is enough in the sample, give (sign 1) or take (−1) doubt."""
-    for step in range(STEPS):
+def _edge(x, weight, f, M, low, high, each, total, wanted, sign, sampled, COUNT: tl.constexpr):
+    """Keys [ROWS] side by side: at the first there is enough in the sample, give (sign 1) or take (−1) doubt.
+
+    Side by side but for `NEAR`; of the rows that are not `sampled`, what they were.
+    """
+    at_low = tl.full(low.shape, float("inf"), tl.float32)
+    at_high = -at_low
+    step, pending = 0, sampled
+    while tl.max(pending.to(tl.int32), 0) > 0:
         value = key_of(float_of(low) * 0.5 + float_of(high) * 0.5)
         value = tl.minimum(tl.maximum(value, low), high - 1)  # also of infinities and NaN
         middle = tl.where(step % 2 == 0, value, low + ((high - low) >> 1))
@@ -50,14 +61,18 @@ def _edge(x, weight, f, M, low, high, each, total, wanted, sign, COUNT: tl.const
             estimate = each * tl.sum(tl.where(above, 0.0, weight), 1)
             unit = each * tl.exp2((level - M) * f)
             found = total - estimate
-        doubt = 4.0 * tl.sqrt(unit * estimate) + 8.0 * unit
-        enough = found + sign * doubt >= wanted
-        low = tl.where(enough, middle, low)
-        high = tl.where(enough, high, middle)
+        found += sign * (4.0 * tl.sqrt(unit * estimate) + 8.0 * unit)
+        enough = found >= wanted
+        low = tl.where(pending & enough, middle, low)
+        high = tl.where(pending & (enough == 0), middle, high)
+        at_low = tl.where(enough, found, at_low)
+        at_high = tl.where(enough, at_high, found)
+        step += 1
+        pending = pending & ((at_low - at_high <= NEAR * unit) == 0) & (step < STEPS)
     return low, high
 
 
-@triton.jit(do_not_specialize=["N", "V", "stride_ids", "stride_held"])
+@triton.jit(do_not_specialize=["N", "stride_ids", "stride_held"])
 def _sample_kernel(
     held,
     ids,
@@ -69,7 +84,6 @@ def _sample_kernel(
     bracket,
     near,
     N,
-    V,
     stride_ids,
     stride_held,
     LENGTH: tl.constexpr,
@@ -94,7 +108,7 @@ def _sample_kernel(
         tile = tl.load(ids + at * stride_ids + place, mask=is_listed, other=0)
         cols = tile * WIDTH + offs // 4 * 5 % (WIDTH // 4) * 4 + offs % 4  # 5: each four elsewhere in its tile
         x = tl.load(held + at * (stride_held // WIDTH * WIDTH) + cols, mask=is_listed, other=-float("inf"))
-        real = is_listed & (cols < V)
+        real = is_listed
         if COUNT:
             weight = real.to(tl.float32)
         else:
@@ -102,21 +116,31 @@ def _sample_kernel(
                 real = real & (x >= float_of(low)[:, None])
             weight = tl.where(real, tl.exp2(tl.maximum((x - M[:, None]) * f[:, None], FLOOR)), 0.0)
         each = count.to(tl.float32) * (WIDTH / SAMPLE)
-        surely, _ = _edge(x, weight, f, M, low, high, each, total, wanted, -1.0, COUNT)
-        _, surely_not = _edge(x, weight, f, M, low, high, each, total, wanted, 1.0, COUNT)
-        low = tl.where(sampled, surely, low)
-        high = tl.where(sampled, surely_not, high)
+        low, _ = _edge(x, weight, f, M, low, high, each, total, wanted, -1.0, sampled, COUNT)
+        _, high = _edge(x, weight, f, M, low, high, each, total, wanted, 1.0, sampled, COUNT)
     tl.store(near + rows, low, mask=inside)
     tl.store(near + N + rows, high, mask=inside)
 
 
 @triton.jit
-def _lanes(placed_ptr, rows):
-    """Where it stands how many logits each lane has put into the short list: [ROWS, LANES]."""
-    return placed_ptr + rows.to(tl.int64)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+def _levelled(target, used, room, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """How many places [ROWS] of each lane a short list then fills, what it lacks with −inf; up to whole blocks.
+
+    Args:
+        target, used, room: where each row's list is, and of its lanes how many places were needed, and are there.
+    """
+    EACH: tl.constexpr = BLOCK // LANES
+    most = tl.minimum((tl.max(used, 1) + (EACH - 1)) // EACH * EACH, room)
+    offs = tl.arange(0, ROWS * LANES)  # one axis: see `add_up`
+    used = tl.reshape(used, (ROWS * LANES,))
+    last = tl.reshape(tl.broadcast_to(most[:, None], (ROWS, LANES)), (ROWS * LANES,))
+    at = tl.reshape(tl.broadcast_to(target[:, None], (ROWS, LANES)), (ROWS * LANES,)) + offs % LANES
+    for place in range(tl.min(used, 0), tl.max(most, 0)):
+        tl.store(at + place * LANES, -float("inf"), mask=(place >= used) & (place < last))
+    return most
 
 
-@triton.jit(do_not_specialize=["N", "V", "stride_ids", "stride_held", "stride_out"])
+@triton.jit(do_not_specialize=["N", "stride_ids", "stride_held", "stride_out"])
 def _split_kernel(
     held,
     ids,
@@ -127,16 +151,17 @@ def _split_kernel(
     bracket,
     near,
     short,
-    placed_ptr,
+    size_ptr,
     above_ptr,
     out,
     N,
-    V,
     stride_ids,
     stride_held,
     stride_out,
     LENGTH: tl.constexpr,
     SAMPLE: tl.constexpr,
+    SUMMED: tl.constexpr,
+    PART: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -146,28 +171,44 @@ def _split_kernel(
     f, M = factors(f_ptr, M_ptr, rows, inside)
     count = tl.load(count_ptr + rows, mask=inside, other=0)
     low, high = load_bracket(near, rows, N, inside)
-    source = (held, ids, V, stride_held, stride_ids)
+    source = (held, ids, stride_held, stride_ids)
     in_short = count * WIDTH > SAMPLE
     count = tl.where(in_short, count, 0)
-    sums, number, placed = add_up(
-        source, rows, count, f, M, float_of(high), float_of(low), short, LENGTH, False, True, WIDTH, ROWS, BLOCK
+    target, room = short + rows.to(tl.int64) * LENGTH, tl.full((ROWS,), LENGTH // LANES, tl.int32)
+    line, edge = float_of(high), float_of(low)
+    sums, number, used = add_up(
+        source, rows, count, f, M, line, edge, target, room, SUMMED, COUNT, True, False, WIDTH, ROWS, BLOCK
     )
     above = number.to(tl.float32) if COUNT else sums[0] + sums[1]
     wanted = tl.load(wanted_ptr + rows, mask=inside, other=0.0)
     too_high = in_short & (above >= wanted)
-    overflows = in_short & (tl.max(placed, 1) > LENGTH // LANES)
+    overflows = in_short & (tl.max(used, 1) > room)
     if tl.max((too_high | overflows).to(tl.int32), 0) > 0:
         floor, ceiling = load_bracket(bracket, rows, N, inside)
         tl.debug_barrier()  # every thread has read what is written now
         tl.store(near + rows, tl.where(too_high, high, tl.where(overflows, floor, low)), mask=inside)
         tl.store(near + N + rows, tl.where(too_high, ceiling, high), mask=inside)
         in_short = in_short & (too_high == 0) & (overflows == 0)
-    tl.store(_lanes(placed_ptr, rows), tl.where(in_short[:, None], placed, -1), mask=inside[:, None])
+    size = _levelled(target, used, room, ROWS, PART)
+    listed = tl.sum(used, 1).to(tl.float32)  # as if all were in the middle
+    if not COUNT:
+        listed *= tl.exp2((line * 0.5 + edge * 0.5 - M) * f)
+    tl.store(above_ptr + N + rows, above + listed, mask=inside)
+    tl.store(size_ptr + rows, tl.where(in_short, size, -1), mask=inside)
     tl.store(above_ptr + rows, above, mask=inside)
     store_sums(out, rows, inside, stride_out, sums)
 
 
-@triton.jit(do_not_specialize=["N", "V", "stride_ids", "stride_held", "stride_out"])
+@triton.jit
+def _nearer(low, high, mass, largest, least, wanted, middle, apart, before_low, before_high):
+    """`narrowed`, and masses for `aim`, where the last ones have served: else it is sevenths that come next."""
+    low, high, at_low, at_high = narrowed(low, high, mass, largest, least, wanted, middle, apart, True)
+    at_high = tl.where(at_high == at_high, at_high, before_high)
+    missed = (at_low - at_high) * 4.0 > before_low - before_high
+    return low, high, tl.where(missed, float("nan"), at_low), at_high
+
+
+@triton.jit(do_not_specialize=["N", "stride_ids", "stride_held", "stride_out"])
 def _find_kernel(
     held,
     ids,
@@ -179,17 +220,17 @@ def _find_kernel(
     bracket,
     near,
     short,
-    placed_ptr,
+    size_ptr,
     above_ptr,
     least_ptr,
     threshold_ptr,
     out,
     N,
-    V,
     stride_ids,
     stride_held,
     stride_out,
     LENGTH: tl.constexpr,
+    SUMMED: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -200,57 +241,100 @@ def _find_kernel(
     wanted = tl.load(wanted_ptr + rows, mask=inside, other=0.0)
     count = tl.load(count_ptr + rows, mask=inside, other=0)
     low, high = load_bracket(near, rows, N, inside)
+    source = (held, ids, stride_held, stride_ids)
     zero = tl.full((ROWS,), 0.0, tl.float32)
-    sums = (zero, zero, zero, zero, tl.load(outside_ptr + rows, mask=inside, other=0.0))
+    sums = (zero, zero, zero, zero, tl.full((ROWS,), -float("inf"), tl.float32))
+    in_short = rows < 0
     if LENGTH > 0:
-        PART: tl.constexpr = 4 * LANES
         floor = tl.load(bracket + rows, mask=inside, other=0)
         above = tl.load(above_ptr + rows, mask=inside, other=0.0)
-        placed = tl.load(_lanes(placed_ptr, rows), mask=inside[:, None], other=-1)
-        most = tl.max(placed, 1)
-        in_short = most >= 0
-        listing = (short, LENGTH, placed)
+        at_low, at_high = tl.load(above_ptr + N + rows, mask=inside, other=0.0), above
+        size = tl.load(size_ptr + rows, mask=inside, other=-1)
+        start = tl.full((ROWS,), 0, tl.int32)
+        in_short = size >= 0
         doubted = in_short & (low > floor)
         pending = in_short & (doubted | (high - low > 1))
         while tl.max(pending.to(tl.int32), 0) > 0:
-            places = tl.where(pending, most, 0)
+            listing = (short, LENGTH, start)
+            here = tl.where(pending, size, 0)
+            middle, apart = aim(low, high, at_low, at_high, wanted, f, M, COUNT)
             mass, largest_in, least_in = look(
-                listing, rows, places, f, M, low, high, True, True, WIDTH, ROWS, PART, COUNT
+                listing, rows, here, f, M, low, high, middle, apart, True, True, WIDTH, ROWS, BLOCK, COUNT
             )
             mass += above[:, None]
             of_low = tl.max(tl.where(tl.arange(0, 8)[None, :] == 0, mass, 0.0), 1)
             too_low = doubted & (of_low < wanted)
-            new_low, new_high = narrowed(low, high, mass, largest_in, least_in, wanted, True)
+            new_low, new_high, at_low, at_high = _nearer(
+                low, high, mass, largest_in, least_in, wanted, middle, apart, at_low, at_high
+            )
             high = tl.where(too_low, low, tl.where(pending, new_high, high))
             low = tl.where(too_low, floor, tl.where(pending, new_low, low))
             in_short = in_short & (too_low == 0)
             doubted = doubted & (pending == 0)
             pending = in_short & (high - low > 1)
-        threshold = float_of(low)
-        places = tl.where(in_short, most, 0)
-        of_list, _, _ = add_up(
-            listing, rows, places, f, M, threshold, threshold, short, 0, True, False, WIDTH, ROWS, PART
+            longer = pending & (size > BLOCK // LANES)
+            if tl.max(longer.to(tl.int32), 0) > 0:  # what may still be the threshold is put behind it
+                here, room = tl.where(longer, size, 0), tl.full((ROWS,), LENGTH // LANES, tl.int32) - start - size
+                target = short + (rows.to(tl.int64) * LENGTH + (start + size) * LANES)
+                line, edge = float_of(high), float_of(low)
+                more, number, used = add_up(
+                    listing, rows, here, f, M, line, edge, target, room, SUMMED, COUNT, True, True, WIDTH, ROWS, BLOCK
+                )
+                fits = longer & (tl.max(used, 1) <= room)
+                left = _levelled(target, used, tl.where(fits, room, 0), ROWS, BLOCK)
+                tl.debug_barrier()  # what other threads have put there is read next
+                sums = merged(sums, only(more, fits))
+                above += tl.where(fits, number.to(tl.float32) if COUNT else more[0] + more[1], 0.0)
+                start = tl.where(fits, start + size, start)
+                size = tl.where(fits, left, size)
+        listing, here, threshold = (short, LENGTH, start), tl.where(in_short, size, 0), float_of(low)
+        more, _, _ = add_up(
+            listing, rows, here, f, M, threshold, threshold, rows, rows, SUMMED, False, False, True, WIDTH, ROWS, BLOCK
         )
-        count = tl.where(in_short, 0, count)
-        of_others = load_sums(out, rows, inside & in_short, stride_out)  # than are in the list
-        rest, largest, moment, squares, below = merged(of_list, of_others)
-        sums = (rest, largest, moment, squares, tl.maximum(sums[4], below))
-    source = (held, ids, V, stride_held, stride_ids)
-    pending = (count > 0) & (high - low > 1)
+        sums = merged(merged(sums, more), load_sums(out, rows, inside & in_short, stride_out))
+    so_many = tl.where(in_short, 0, count)
+    pending = (so_many > 0) & (high - low > 1)
+    at_low = tl.full((ROWS,), float("nan"), tl.float32)
+    at_high = at_low
     while tl.max(pending.to(tl.int32), 0) > 0:
-        so_many = tl.where(pending, count, 0)
+        here = tl.where(pending, so_many, 0)
+        middle, apart = aim(low, high, at_low, at_high, wanted, f, M, COUNT)
         mass, largest_in, least_in = look(
-            source, rows, so_many, f, M, low, high, False, True, WIDTH, ROWS, BLOCK, COUNT
+            source, rows, here, f, M, low, high, middle, apart, False, True, WIDTH, ROWS, BLOCK, COUNT
         )
-        new_low, new_high = narrowed(low, high, mass, largest_in, least_in, wanted, True)
+        new_low, new_high, at_low, at_high = _nearer(
+            low, high, mass, largest_in, least_in, wanted, middle, apart, at_low, at_high
+        )
         low = tl.where(pending, new_low, low)
         high = tl.where(pending, new_high, high)
-        pending = (count > 0) & (high - low > 1)
+        pending = (so_many > 0) & (high - low > 1)
     threshold = float_of(low)
-    of_tiles, _, _ = add_up(source, rows, count, f, M, threshold, threshold, short, 0, False, False, WIDTH, ROWS, BLOCK)
     tl.store(least_ptr + rows, low, mask=inside)
     tl.store(threshold_ptr + rows, threshold, mask=inside)
-    store_sums(out, rows, inside, stride_out, merged(sums, of_tiles))
+    if SUMMED > 0:
+        if SUMMED > 2:  # where the threshold is the least of a short list, the next logit is elsewhere
+            so_many = tl.where(in_short & (sums[4] > -float("inf")), 0, count)
+        more, _, _ = add_up(
+            source,
+            rows,
+            so_many,
+            f,
+            M,
+            threshold,
+            threshold,
+            rows,
+            rows,
+            SUMMED,
+            False,
+            False,
+            False,
+            WIDTH,
+            ROWS,
+            BLOCK,
+        )
+        below = tl.maximum(tl.maximum(sums[4], more[4]), tl.load(outside_ptr + rows, mask=inside, other=0.0))
+        rest, largest, moment, squares, _ = merged(sums, only(more, in_short == 0))
+        store_sums(out, rows, inside, stride_out, (rest, largest, moment, squares, below))
 
 
 def find(
@@ -260,6 +344,7 @@ def find(
     threshold: Tensor,
     out: Tensor,
     *,
+    summed: int,
     count: bool,
     total: Tensor | None = None,
 ) -> Tensor:
@@ -270,22 +355,25 @@ def find(
         wanted: [m], Σ 2^((x−M)·f) that is enough; with `count`, a number of logits.
         threshold: [m], to be filled in.
         out: `SUMS` [5, m], to be filled in.
+        summed: how many of the first four are, the last one also where it is more than two; 0: nothing is, which goes
+            with `count`.
         total: [m] mass of all logits from another threshold on, where the bracket begins with it.
     """
     work, (rows, columns) = logits.work, logits.held.shape
-    least, length, sizes = bracket.new_empty(rows), shortlist_length(columns), blocks(work)
-    near, short, placed, above = bracket, work.empty(0), least, work.empty(0)
+    least, length, sizes, search = bracket.new_empty(rows), shortlist_length(columns), blocks(work), blocks(work, LOOK)
+    registers = {"maxnreg": 80}  # six programs of a multiprocessor: on an H200 all rows of a chunk at once
+    near, short, size, above = bracket, work.empty(0), least, work.empty(0)
     if length:
-        near, above = torch.empty_like(bracket), work.empty(rows)
-        short, placed = work.empty(rows, length), work.empty(rows, LANES.value, dtype=torch.int32)
+        near, above = torch.empty_like(bracket), work.empty(2, rows)
+        short, size = work.empty(rows, length), work.empty(rows, dtype=torch.int32)
         lengths = {"LENGTH": length, "SAMPLE": SAMPLE, "COUNT": count}
-        sample = {"WIDTH": sizes["WIDTH"], "ROWS": sizes["ROWS"], "NESTED": total is not None, "num_warps": 8}
+        sample = {name: sizes[name] for name in ("WIDTH", "ROWS", "num_warps")} | {"NESTED": total is not None}
         whole = logits.mass if total is None else total
         logits.launch(_sample_kernel, logits.f, logits.top, whole, wanted, bracket, near, **lengths, **sample)
-        own = (logits.f, logits.top, wanted, bracket, near, short, placed, above, out)
-        logits.launch(_split_kernel, *own, stride_out=out.stride(0), **lengths, **sizes)
-    own = (logits.outside, logits.f, logits.top, wanted, bracket, near, short, placed, above, least, threshold, out)
-    options = {"LENGTH": length, "COUNT": count, **blocks(work, LOOK)}
-    options["maxnreg"] = 80  # six programs of a multiprocessor: on an H200 all rows of a chunk at once
-    logits.launch(_find_kernel, *own, stride_out=out.stride(0), **options)
+        own = (logits.f, logits.top, wanted, bracket, near, short, size, above, out)
+        options = {"SUMMED": summed, "PART": search["BLOCK"], "stride_out": out.stride(0)}
+        logits.launch(_split_kernel, *own, **options, **lengths, **sizes, **registers)
+    own = (logits.outside, logits.f, logits.top, wanted, bracket, near, short, size, above, least, threshold, out)
+    options = {"LENGTH": length, "SUMMED": summed, "COUNT": count, "stride_out": out.stride(0)}
+    logits.launch(_find_kernel, *own, **options, **search, **registers)
     return least
