@@ -227,13 +227,20 @@ def another_label(own: dict[str, Tensor], options: dict[str, Any]) -> None:
     own["labels"][1] += 1
 
 
+def another_order(own: dict[str, Tensor], options: dict[str, Any]) -> None:
+    """As many live tokens, of the same labels and temperatures: a batch that this rank shuffled otherwise."""
+    for name in ("hidden", "ref_hidden", "labels", "temperature"):
+        own[name] = own[name].roll(1, 0)
+    options["temperature"] = own["temperature"]
+
+
 def a_bad_label(own: dict[str, Tensor], options: dict[str, Any]) -> None:
     own["labels"][1] = 99
 
 
 def another_temperature(own: dict[str, Tensor], options: dict[str, Any]) -> None:
     own["temperature"] = own["temperature"].clone()
-    own["temperature"][1] *= 2
+    own["temperature"][1:3] = own["temperature"][1:3].flip(0)
     options["temperature"] = own["temperature"]
 
 
@@ -257,9 +264,10 @@ DIFFERENT: dict[str, tuple[Any, tuple[str, str, str], tuple[str, ...]]] = {
     "hidden-size": (other_size, ("hidden's shape", "(20, 8)", "(20, 4)"), EVERY),
     "dtype": (other_dtype, ("hidden's dtype", "torch.float32", "torch.bfloat16"), EVERY),
     "ignored": (one_more_ignored, ("live labels", "16", "15"), EVERY),
-    "label": (another_label, ("sum of labels", "", ""), LABELLED),
+    "label": (another_label, ("checksum of labels", "", ""), LABELLED),
+    "order": (another_order, ("checksum of labels", "", ""), EVERY),
     "bad-label": (a_bad_label, ("greatest label", "", "99"), LABELLED),
-    "temperatures": (another_temperature, ("temperatures", "", ""), EVERY),
+    "temperatures": (another_temperature, ("checksum of temperatures", "", ""), EVERY),
     "temperature": (option("temperature", 2.0), ("temperature", "one for each token", "2.0"), EVERY),
     "chunks": (option("workspace_bytes", 1500), ("workspace_bytes", "5000", "1500"), EVERY),
     "reduce": (option("reduce_hidden_grad", False), ("reduce_hidden_grad", "True", "False"), EVERY),

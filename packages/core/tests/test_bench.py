@@ -250,6 +250,27 @@ def test_wrong_options(arguments: tuple[str, ...], words: str) -> None:
     assert words in str(done.exception)
 
 
+@pytest.mark.parametrize(
+    ("option", "name", "words"),
+    [
+        ("--json", ".", "which cannot be written"),
+        ("--json", "file/out.json", "which cannot be written"),
+        ("--plot", "file/out.png", "which cannot be written"),
+        ("--plot", "out.xyz", "expected a name that ends in .png, .svg or .pdf"),
+    ],
+)
+def test_results_that_could_not_be_written_are_told_before_they_are_measured(
+    option: str, name: str, words: str, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    done = run(option, str(tmp_path / name))
+    assert isinstance(done.exception, InvalidInputError)
+    assert f"{option}: got {tmp_path / name}, " in str(done.exception)
+    assert words in str(done.exception)
+    assert done.stdout == ""
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
+
+
 def test_shapes() -> None:
     assert chosen_shapes("S1, l,s1", None, None, None, CPU) == [SHAPES["s1"], SHAPES["l"]]
     assert chosen_shapes(None, None, None, None, CPU) == [SHAPES["small"]]

@@ -150,6 +150,25 @@ def test_group_advantages(scale: bool) -> None:
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_group_of_equal_rewards_gets_no_advantage(dtype: torch.dtype) -> None:
+    """Seven times 0.7 has a mean off by a rounding, of which a division by eps made 0.06, in bfloat16 0.9."""
+    rewards = torch.tensor([0.7] * 7 + [0.1] * 9 + [-3e4, 3e4]).to(dtype)
+    got = losses.group_advantages(rewards, torch.tensor([0] * 7 + [1] * 9 + [2] * 2))
+    assert got.dtype == dtype
+    assert not got[:16].any()
+    torch.testing.assert_close(got[16:].float(), torch.tensor([-1.0, 1.0]) * 0.5**0.5, rtol=4e-3, atol=0)
+
+
+def test_rewards_may_be_integers_or_booleans() -> None:
+    groups = torch.tensor([0, 0, 0, 1], dtype=torch.int32)
+    for rewards in (torch.tensor([1, 0, 0, 1]), torch.tensor([True, False, False, True])):
+        want = losses.group_advantages(rewards.float(), groups)
+        assert torch.equal(losses.group_advantages(rewards, groups), want)
+        assert want.dtype == torch.float32
+        assert want[0] > 1
+
+
 def batch_of(lengths: list[int]) -> PackedBatch:
     return PackedBatch.from_sequences([list(range(1, length + 1)) for length in lengths], align=2)
 
@@ -175,6 +194,31 @@ def test_weights_add_up_over_micro_batches() -> None:
     torch.testing.assert_close(sequences, expected_sequences)
 
 
+def idle_weights(rank: int, size: int) -> list[Tensor]:
+    batch = batch_of([5, 2, 4] if rank == 0 else [3])
+    return [losses.sequence_mean_weights(part, 4) for part in batch.micro_batches(6, dist.group.WORLD)]
+
+
+def test_an_idle_micro_batch_has_weights_too() -> None:
+    """A rank with fewer sequences than another gets batches of none, and runs the same lines."""
+    ours, theirs = run_ranks(2, idle_weights)
+    assert len(ours) == len(theirs) == 2
+    assert sum(float(weights.sum()) for weights in ours) == pytest.approx(3 / 4)
+    assert [float(weights.sum()) for weights in theirs] == [0.25, 0.0]
+
+
+def test_a_shard_gets_its_weights_from_the_whole() -> None:
+    batch = PackedBatch.from_sequences([[1, 2, 3, 4], [5, 6]], align=4)
+    weights = losses.sequence_mean_weights(batch, 2)
+    for rank in range(2):
+        shard = batch.shard(rank, 2)
+        with pytest.raises(InvalidInputError, match=r"batch: got a shard \(., 2, 'zigzag'\)"):
+            losses.sequence_mean_weights(shard, 2)
+        own = shard.pack(batch.unpack(weights), of="prediction")  # as the message says
+        assert torch.equal(own > 0, shard.labels != -100)
+        assert set(own[own > 0].tolist()) <= set(weights.tolist())
+
+
 def counted(rank: int, size: int) -> int:
     return losses.count_tokens([batch_of([3 + rank]), batch_of([2])], group=dist.group.WORLD)
 
@@ -196,6 +240,8 @@ def test_bad_calls() -> None:
         losses.kl_to_reference(x, x, "k4")  # type: ignore[arg-type]
     with pytest.raises(InvalidInputError, match="ref_log_probs: got None with beta 0.1"):
         losses.grpo(x, x, x, beta=0.1)
+    with pytest.raises(InvalidInputError, match=r"rewards, groups: got shapes \(3,\) and \(2,\)"):
+        losses.group_advantages(x, x[:2].long())
 
 
 def test_nothing_to_score() -> None:

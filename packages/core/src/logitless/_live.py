@@ -16,7 +16,10 @@ from logitless.collectives import Agreement
 __all__ = ["Live"]
 
 
-FACTS = ("live labels", "least label", "greatest label", "bad temperatures", "sum of labels", "temperatures")
+FACTS = (
+    *("live labels", "least label", "greatest label", "bad temperatures"),
+    *("checksum of labels", "checksum of temperatures"),
+)
 
 
 class Live:
@@ -59,13 +62,16 @@ class Live:
         """[6] what `FACTS` names; the values of ignored tokens are nobody's."""
         labels, temperature, ignore_index, _ = self._call
         live = labels != ignore_index
-        label_sum = torch.where(live, labels, 0).sum()
-        temperatures = torch.zeros_like(label_sum)
+        # By place, so that the same tokens in another order differ; cubed, so that two masks of as many tokens do.
+        place = torch.arange(1, labels.numel() + 1, device=labels.device).view(labels.shape)
+        of_labels = torch.where(live, (labels + 1) * place.pow(3), 0).sum()
+        of_temperatures = torch.zeros_like(of_labels)
         if temperature is not None:
-            used = torch.where(live.any(1) if live.ndim == 2 else live, temperature, 0.0)
-            temperatures = used.sum(dtype=torch.float64).view(torch.int64)
+            live = live.any(1) if live.ndim == 2 else live
+            used = torch.where(live, temperature, 0.0).double() * place.flatten()[: live.shape[0]]
+            of_temperatures = used.sum().view(torch.int64)
         facts = torch.nn.functional.pad(self._facts, (0, 4 - self._facts.shape[0]))
-        return torch.cat((facts, torch.stack((label_sum, temperatures))))
+        return torch.cat((facts, torch.stack((of_labels, of_temperatures))))
 
     @property
     def on_device(self) -> Tensor | None:

@@ -27,6 +27,11 @@ def _tensor(name: str, value: object, device: torch.device, dtypes: tuple[torch.
             f"{name}: got a {type(value).__qualname__}, expected a plain tensor; pass its to_local(), with "
             "tp_group= for a head sharded by vocab rows; score inside of the forward for which FSDP gathers a weight"
         )
+    if value.is_nested:
+        raise InputTypeError(
+            f"{name}: got a nested tensor, expected a dense one; pass the values() of a jagged "
+            "one, of hidden and labels alike, or make a PackedBatch"
+        )
     if value.dtype not in dtypes:
         wanted = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise InputTypeError(f"{name}: got dtype {value.dtype}, expected one of {wanted}")

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from logitless._segments import ramp
 from logitless.collectives import all_reduce
 from logitless.errors import InvalidInputError
 from logitless.packing import IGNORE_INDEX, PackedBatch
@@ -180,19 +181,31 @@ def truncated_importance_weights(old_log_probs: Tensor, rollout_log_probs: Tenso
 def group_advantages(rewards: Tensor, groups: Tensor, *, scale: bool = True, eps: float = 1e-6) -> Tensor:
     """[B] rewards minus their group's mean, over its standard deviation (n − 1) if `scale`.
 
-    arXiv:2402.03300, section 4.1.2; `scale=False` is Dr. GRPO, arXiv:2503.20783. A group of one gets 0.
+    arXiv:2402.03300, section 4.1.2; `scale=False` is Dr. GRPO, arXiv:2503.20783. A group of one, or of equal rewards,
+    gets exactly 0.
 
     Args:
-        rewards: [B] floats.
+        rewards: [B] numbers.
         groups: [B] ints from 0, the prompt that each sequence answers.
+
+    Returns:
+        [B] in the rewards' dtype, float32 for integers; computed in float32 or wider.
     """
-    zeros = rewards.new_zeros(int(groups.max()) + 1 if groups.numel() else 0)
-    sizes = zeros.index_add(0, groups, torch.ones_like(rewards))
-    centred = rewards - (zeros.index_add(0, groups, rewards) / sizes.clamp(min=1.0))[groups]
-    if not scale:
-        return centred
-    variance = zeros.index_add(0, groups, centred.square()) / (sizes - 1.0).clamp(min=1.0)
-    return centred / (variance.sqrt()[groups] + eps)
+    if rewards.ndim != 1 or groups.shape != rewards.shape:
+        raise InvalidInputError(
+            f"rewards, groups: got shapes {tuple(rewards.shape)} and {tuple(groups.shape)}, expected [B] and [B], one "
+            "for each sequence"
+        )
+    groups, wide = groups.long(), rewards.to(torch.promote_types(rewards.dtype, torch.float32))
+    zeros = wide.new_zeros(int(groups.max()) + 1 if groups.numel() else 0)
+    # Off the least, since the mean of equal numbers may be rounded, and eps is no larger than what is then left.
+    above = wide - zeros.scatter_reduce(0, groups, wide, "amin", include_self=False)[groups]
+    sizes = zeros.index_add(0, groups, torch.ones_like(wide))
+    centred = above - (zeros.index_add(0, groups, above) / sizes.clamp(min=1.0))[groups]
+    if scale:
+        variance = zeros.index_add(0, groups, centred.square()) / (sizes - 1.0).clamp(min=1.0)
+        centred = centred / (variance.sqrt()[groups] + eps)
+    return centred.to(rewards.dtype) if rewards.is_floating_point() else centred
 
 
 def count_tokens(batches: Iterable[PackedBatch], group: Any = None) -> int:
@@ -219,10 +232,15 @@ def sequence_mean_weights(batch: PackedBatch, total: int) -> Tensor:
     """[T] 1/(tokens scored of the sequence · total): the mean over each sequence, then over `total` sequences (GRPO).
 
     Args:
-        batch: a packed batch, whole.
+        batch: a packed batch, whole, not a shard.
         total: the step's sequences, over micro-batches and ranks.
     """
+    if batch.shard_of is not None:
+        raise InvalidInputError(
+            f"batch: got a shard {batch.shard_of}, which holds a part of each sequence's tokens, expected the batch "
+            "that was sharded; bring its weights into the shard by shard.pack(batch.unpack(weights), of='prediction')"
+        )
     scored = (batch.labels != IGNORE_INDEX).to(torch.float32)
-    sequence = batch.pack(torch.arange(len(batch.lengths), device=scored.device), of="sequence", fill=0)
-    tokens = scored.new_zeros(max(len(batch.lengths), 1)).index_add(0, sequence, scored)
+    sequence, _ = ramp(batch.padded_lengths, scored.device)
+    tokens = scored.new_zeros(len(batch.padded_lengths)).index_add(0, sequence, scored)
     return scored / (tokens[sequence].clamp(min=1.0) * max(total, 1))

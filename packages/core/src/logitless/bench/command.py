@@ -18,7 +18,7 @@ from logitless.bench.gate import Gate, WrongResultError
 from logitless.bench.inputs import Inputs, Shape, chosen_shapes
 from logitless.bench.peers import Peer, chosen_peers, peer_candidates, why_not
 from logitless.bench.progress import Step, progress_bar
-from logitless.bench.record import Row, ShapeResult, draw, machine, needs_matplotlib, show
+from logitless.bench.record import Row, ShapeResult, check_files, draw, machine, show
 from logitless.bench.timing import measure, peak_gib
 from logitless.doctor import call_request
 from logitless.errors import InvalidInputError, LogitlessError
@@ -153,8 +153,7 @@ def bench(
     plot: Annotated[Path | None, typer.Option(help="Where to draw them (.png, .svg, .pdf); needs matplotlib.")] = None,
 ) -> None:
     """Time the op against the logits in full, other libraries and the matrix products alone, on this machine."""
-    if plot is not None:
-        needs_matplotlib()
+    check_files(json_path, plot)
     gpu = device.startswith("cuda") if device is not None else torch.cuda.is_available()
     dtype = dtype or ("bfloat16" if gpu else "float32")
     request = call_request(device, dtype)
@@ -180,7 +179,6 @@ def bench(
         record["shapes"][shape.name] = result.as_json()
         show(shape.name, record["shapes"][shape.name], console)
         if json_path is not None:
-            json_path.parent.mkdir(parents=True, exist_ok=True)
             json_path.write_text(json.dumps(record, indent=1) + "\n")
         failed |= result.failed
         if request.device.type == "cuda":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from dataclasses import dataclass, field
 from datetime import date
@@ -17,9 +18,9 @@ from logitless.bench.candidates import Candidate
 from logitless.bench.inputs import Shape
 from logitless.bench.peers import PEERS, dist_version
 from logitless.bench.timing import Measured
-from logitless.errors import NotFoundError
+from logitless.errors import InvalidInputError, NotFoundError
 
-__all__ = ["Row", "ShapeResult", "draw", "machine", "needs_matplotlib", "show", "versions"]
+__all__ = ["Row", "ShapeResult", "check_files", "draw", "machine", "show", "versions"]
 
 NOTES = {"both": "", "log-prob": "log-prob only", "loss": "loss only"}
 OURS = ("logitless", "logitless-torch", "logitless-triton", "triton", "nvidia-cutlass-dsl")
@@ -131,12 +132,33 @@ def show(name: str, found: dict[str, Any], console: Console) -> None:
         console.print()
 
 
-def needs_matplotlib() -> None:
+def check_files(json_path: Path | None, plot: Path | None) -> None:
+    """Raise for results that could not be written: before all is measured, not after."""
+    if plot is not None:
+        _check_plot(plot)
+    for option, path in (("--json", json_path), ("--plot", plot)):
+        if path is None:
+            continue
+        new = not os.path.lexists(path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.open("ab").close()
+            if new:
+                path.unlink()
+        except OSError as error:
+            raise InvalidInputError(
+                f"{option}: got {path}, which cannot be written ({error}); choose another"
+            ) from error
+
+
+def _check_plot(path: Path) -> None:
     """Raises NotFoundError, with what to install, where there is no matplotlib."""
     try:
-        import matplotlib  # noqa: F401
+        from matplotlib.backend_bases import FigureCanvasBase
     except ImportError as error:
         raise NotFoundError("--plot needs matplotlib; pip install 'logitless[plot]'") from error
+    if path.suffix and path.suffix[1:].lower() not in FigureCanvasBase.get_supported_filetypes():
+        raise InvalidInputError(f"--plot: got {path}, expected a name that ends in .png, .svg or .pdf")
 
 
 def draw(record: dict[str, Any], path: Path) -> None:
