@@ -141,6 +141,18 @@ def test_bad_calls(make_model: Any) -> None:
         forward(batch.shard(0, 2))
     with pytest.raises(InvalidInputError, match="multi_modal_inputs: got labels, use_cache, which the batch"):
         forward(batch, multi_modal_inputs={"use_cache": True, "labels": None, "pixel_values": torch.zeros(1)})
+    with pytest.raises(
+        InvalidInputError, match=r"temperature: got shape \(2,\), expected \(28,\), one for each packed"
+    ):
+        forward(batch, temperature=torch.ones(2))
+
+
+@pytest.mark.parametrize("layout", ["thd", "bshd"])
+def test_a_model_unbound_since_says_so(layout: str, make_model: Any) -> None:
+    forward = logitless.make_forward(make_model(), layout)
+    unbind(forward.model)
+    with pytest.raises(UnsupportedError, match="LlamaForCausalLM: it was unbound after make_forward"):
+        forward(PackedBatch.from_sequences(sequences()))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

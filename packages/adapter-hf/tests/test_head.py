@@ -287,6 +287,16 @@ def test_a_head_whose_own_forward_is_not_linear_is_refused(
         bind(with_head(make_model(dtype=dtype), RowScaled, bias=True) if head is Offset else model)
 
 
+def test_a_head_that_got_a_forward_of_its_own_after_bind_is_refused(make_model: Any, tokens: Tensor) -> None:
+    """It would be scored by what it gives for unit vectors, which is something else where it is not linear."""
+    model = bind(make_model())
+    with_head(model, Capped)
+    with pytest.raises(UnsupportedError, match=r"a Capped with a forward of its own, was put there after bind; bind"):
+        model(tokens, return_log_probs=True)
+    with_head(model, RowScaled)
+    assert bind(model)(tokens, return_log_probs=True).log_probs.shape == tokens.shape
+
+
 class Streams(nn.Module):
     """In place of a trunk's last norm: two streams of hidden states, as families that predict several tokens ahead."""
 

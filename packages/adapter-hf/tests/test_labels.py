@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from logitless.errors import InvalidInputError
+from logitless.errors import InputTypeError, InvalidInputError
 from logitless_hf.labels import next_token_labels
 
 TOKENS = torch.tensor([[11, 12, 13, 14, 15]])
@@ -57,6 +57,13 @@ def test_lengths_count_over_all_rows() -> None:
     tokens = torch.tensor([[1, 2, 3], [4, 5, 6]])
     got = next_token_labels(tokens, {"cu_seq_lens_q": torch.tensor([0, 2, 6], dtype=torch.int32)})
     assert got.tolist() == [[2, I, I], [5, 6, I]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float16, torch.bfloat16, torch.float32])
+def test_tokens_that_are_no_integers_are_refused(dtype: torch.dtype) -> None:
+    """2049 is 2048 in float16: the score would be another token's."""
+    with pytest.raises(InputTypeError, match=rf"labels: got dtype {dtype}, expected token ids, integers"):
+        next_token_labels(TOKENS.to(dtype), {})
 
 
 def test_labels_are_int64_and_the_tokens_are_not_written() -> None:

@@ -73,7 +73,7 @@ def bound_class(base: Any) -> Any:
             report = binding.report or _examine(self, functools.partial(forward, self))
             if report.values:
                 return for_ddp(valued_forward(self, base.forward, args, kwargs))
-            output = scored_forward(self, base.forward, report.transform, binding.backend, args, kwargs)
+            output = scored_forward(self, base.forward, report, binding.backend, args, kwargs)
             if binding.calling:
                 binding.scores = output
             return for_ddp(output)

@@ -23,7 +23,7 @@ from logitless import PackedBatch, TokenLogProbs
 from logitless.errors import InvalidInputError, LogitlessError, UnsupportedError
 from logitless.packing import PaddedBatch
 from logitless_hf.attention import FLASH, PACKED, attention_configs, implementations, packed_attention
-from logitless_hf.binding import bind, unbind
+from logitless_hf.binding import bind, binding_of, unbind
 from logitless_hf.labels import IGNORE_INDEX
 from logitless_hf.outputs import CausalLMOutputForPPO
 from logitless_hf.probe import probe_tokens, undisturbed
@@ -62,6 +62,15 @@ def _checked(labels: Tensor, batch: PackedBatch) -> Tensor:
         got = f"shape {tuple(labels.shape)}" if isinstance(labels, Tensor) else type(labels).__qualname__
         raise InvalidInputError(f"labels: got {got}, expected a tensor ({expected},) or ({expected}, K) in batch order")
     return labels
+
+
+def _check_temperature(temperature: Tensor | float, batch: PackedBatch) -> None:
+    tokens = batch.labels.shape
+    if isinstance(temperature, Tensor) and temperature.ndim and temperature.shape != tokens:
+        raise InvalidInputError(
+            f"temperature: got shape {tuple(temperature.shape)}, expected {tuple(tokens)}, one for each packed token "
+            "(batch.pack brings a [B, S] one, or one for each sequence, into batch order), or a number"
+        )
 
 
 def _one_row(batch: PackedBatch) -> PaddedBatch:
@@ -111,6 +120,12 @@ class PackedForward:
                 of the batch's sequences; `token_type_ids` and `mm_token_type_ids` are [T], in batch order.
         """
         _check_batch(batch, multi_modal_inputs)
+        _check_temperature(temperature, batch)
+        if not any(map(binding_of, self.model.modules())):
+            raise UnsupportedError(
+                f"{type(self.model).__qualname__}: it was unbound after make_forward, so it gives logits; call "
+                "make_forward again"
+            )
         rows = batch.to_padded() if self.layout == "bshd" else _one_row(batch)
         media = self._media(batch, rows, multi_modal_inputs or {})
         if isinstance(temperature, Tensor) and temperature.ndim:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from logitless.errors import InvalidInputError
+from logitless.errors import InputTypeError, InvalidInputError
 
 __all__ = ["IGNORE_INDEX", "next_token_labels"]
 
@@ -82,10 +82,13 @@ def next_token_labels(tokens: Tensor, call: Mapping[str, Any]) -> Tensor:
         call: what the model was called with, by name.
 
     Raises:
+        InputTypeError: the tokens are not integers; in 16 bits, ids beyond 256 or 2048 would be rounded.
         InvalidInputError: the borders cannot be told, or the call would mix packed sequences.
     """
     if not isinstance(tokens, Tensor) or tokens.ndim not in (2, 3):
         raise _no_borders("labels", tokens, "[batch, sequence] or [batch, sequence, K]")
+    if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
+        raise InputTypeError(f"labels: got dtype {tokens.dtype}, expected token ids, integers such as int64")
     shape = (tokens.shape[0], tokens.shape[1])
     shifted = torch.full_like(tokens, IGNORE_INDEX, dtype=torch.int64)
     if shape[1] < 2:

@@ -77,11 +77,11 @@ def _scored(model: nn.Module, backend: str, kwargs: dict[str, Any]) -> CausalLMO
     if report is None:
 
         def scored(report: HeadReport, **call: Any) -> CausalLMOutputForPPO:
-            return scored_forward(model, forward, report.transform, backend, (), call)
+            return scored_forward(model, forward, report, backend, (), call)
 
         report = examine(model, functools.partial(forward, model), scored)
         _reports[model] = report
-    return scored_forward(model, forward, report.transform, backend, (), kwargs)
+    return scored_forward(model, forward, report, backend, (), kwargs)
 
 
 def _given(**kwargs: Any) -> dict[str, Any]:

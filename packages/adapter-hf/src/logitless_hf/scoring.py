@@ -251,18 +251,19 @@ def _bias(model: nn.Module, offset: str | None, rows: HeadRows) -> Tensor | None
 def scored_forward(
     model: nn.Module,
     forward: Callable[..., Any],
-    transform: Transform,
+    report: HeadReport,
     backend: str | None,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> CausalLMOutputForPPO:
-    """Run the family's `forward(model, ...)` with its head captured, and score its hidden states.
+    """Run the family's `forward(model, ...)` with its head captured, and score its hidden states as the report says.
 
     Raises:
         InvalidInputError: the call cannot be scored; the message names the argument. An id outside of the vocabulary
             is named on a CPU alone: on a GPU it is an assertion of the device.
         UnsupportedError: the head is not what it was at `bind`.
     """
+    transform = report.transform
     call = _family_call(forward, args, kwargs)
     options = Options(**{name: call.pop(name) for name in OPTIONS if name in call})
     temperature = _temperature(options.temperature)
@@ -273,6 +274,11 @@ def scored_forward(
         call = _stand_in_call(model, call)
     with _otherwise_told(), emptied(model, transform.offset), _foreign_ids_told(model, call):
         output, hidden, head = capture(model, lambda: forward(model, **call))
+        if head.own and not report.own_forward:  # whether that is linear was tried out at `bind` alone
+            raise UnsupportedError(
+                f"the head, a {type(head.linear).__qualname__} with a forward of its own, was put there after bind; "
+                "bind the model again"
+            )
     tokens = targets.shape[: hidden.ndim - 1]
     if empty:  # what the family returned is of the stand-in token
         output, hidden = CausalLMOutputForPPO(), hidden.flatten(0, -2)[:0].view(*tokens, hidden.shape[-1])

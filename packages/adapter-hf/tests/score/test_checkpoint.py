@@ -36,7 +36,8 @@ def test_the_dtype_is_the_checkpoints_unless_given(checkpoint: Path, copy: Path)
 def test_the_fingerprint_is_of_the_content(checkpoint: Path, copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = Checkpoint(checkpoint).fingerprint()
     assert Checkpoint(copy).fingerprint() == before
-    (copy / "README.md").write_text("not part of the model")
+    for name in ("README.md", "scores.jsonl.meta.json", "scores.parquet.mismatch.json"):
+        (copy / name).write_text("not part of the model")
     assert Checkpoint(copy).fingerprint() == before
     weights = load_file(copy / "model.safetensors")
     save_file({name: value * 1.01 for name, value in weights.items()}, copy / "model.safetensors", {"format": "pt"})

@@ -187,6 +187,28 @@ def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
         Output(tmp_path / "file" / "scores.jsonl").begin(MANIFEST, resume=False, overwrite=False)
 
 
+@pytest.mark.parametrize("step", ["part", "merge"])
+def test_a_full_disk_says_what_to_do(output: Output, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was scored is there for --resume."""
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    output.begin(MANIFEST, resume=False, overwrite=False)
+    output.write_part(0, [some_row(0)])
+    with monkeypatch.context() as patched:
+        patched.setattr("os.fsync", full)
+        patched.setattr("logitless_hf.score.parquet.write", lambda *_, **__: full(0))
+        with pytest.raises(InvalidInputError, match=r"cannot be written to any more \(.*No space left.*--resume"):
+            output.write_part(1, [some_row(1)]) if step == "part" else merge(output)
+    assert output.has_part(0)
+    assert not output.has_part(1)
+    again(output)
+    output.write_part(1, [some_row(1)])
+    merge(output, records=2)
+    assert [row["record"] for row in rows_of(output)] == [0, 1]
+
+
 def test_a_file_of_others_has_no_metadata(output: Output) -> None:
     assert output.metadata() is None
     output.path.write_text("something else")

@@ -18,6 +18,7 @@ _VOCABULARY = ("tokenizer.", "vocab", "merges", "spiece", "sentencepiece", "tekk
 _MODELS = (".model", ".tiktoken")
 _WHOLE = (".jinja", ".json", ".model", ".tiktoken", ".txt")  # hashed whole; the rest by samples
 _WEIGHTS = (".bin", ".gguf", ".pt", ".pth", ".safetensors")
+_SCORES = (".jsonl.meta.json", ".mismatch.json")  # beside an output, which may be put into the model's folder
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
 
 _T = TypeVar("_T")
@@ -70,7 +71,7 @@ class Checkpoint:
         """
         digest = hashlib.sha256()
         for file in sorted(self.path.iterdir()):
-            if file.suffix not in _WHOLE + _WEIGHTS or not file.is_file():
+            if file.suffix not in _WHOLE + _WEIGHTS or file.name.endswith(_SCORES) or not file.is_file():
                 continue
             size = file.stat().st_size
             digest.update(f"{file.name} {size}\n".encode())

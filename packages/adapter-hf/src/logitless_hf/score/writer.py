@@ -20,7 +20,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 from uuid import uuid4
@@ -208,7 +208,8 @@ class Output:
         """Write a part's rows, all or none."""
         self._refuse_takeover()
         content = "".join(json.dumps(row) + "\n" for row in rows).encode()
-        self._write(self._part(part), content + _seal(content))
+        with self._writing():
+            self._write(self._part(part), content + _seal(content))
 
     def merge(
         self,
@@ -224,33 +225,34 @@ class Output:
 
         `report` sees every row and is written beside the output; `advance` is called after each, for a progress bar.
         """
-        self._refuse_takeover()
-        target = self._temporary("merged")
-        rows = _watched(self._merged(records, records_per_part), report, advance)
-        if self.path.suffix == ".parquet":
-            parquet.write(target, (row for _, row in rows), metadata, double=double, rollout=report is not None)
-        else:
-            digest = hashlib.sha256()
-            with target.open("wb") as file:
-                for line, _ in rows:
-                    file.write(line)
-                    digest.update(line)
-                file.flush()
-                os.fsync(file.fileno())
+        with self._writing():
             self._refuse_takeover()
-            metadata = {**metadata, "sha256": digest.hexdigest()}
-            self._write(self.meta_path, json.dumps(metadata, indent=2) + "\n", name="metadata")
-        self._refuse_takeover()
-        files = {} if report is None else report.files()
-        for suffix, path in zip(REPORT_SUFFIXES, self._reports, strict=True):
-            if suffix in files:
-                self._write(path, files[suffix], name="report")
-            elif path.exists():
-                path.unlink()  # an earlier output's
-        self._refuse_takeover()
-        target.replace(self.path)
-        self._clear()
-        self.close()
+            target = self._temporary("merged")
+            rows = _watched(self._merged(records, records_per_part), report, advance)
+            if self.path.suffix == ".parquet":
+                parquet.write(target, (row for _, row in rows), metadata, double=double, rollout=report is not None)
+            else:
+                digest = hashlib.sha256()
+                with target.open("wb") as file:
+                    for line, _ in rows:
+                        file.write(line)
+                        digest.update(line)
+                    file.flush()
+                    os.fsync(file.fileno())
+                self._refuse_takeover()
+                metadata = {**metadata, "sha256": digest.hexdigest()}
+                self._write(self.meta_path, json.dumps(metadata, indent=2) + "\n", name="metadata")
+            self._refuse_takeover()
+            files = {} if report is None else report.files()
+            for suffix, path in zip(REPORT_SUFFIXES, self._reports, strict=True):
+                if suffix in files:
+                    self._write(path, files[suffix], name="report")
+                elif path.exists():
+                    path.unlink()  # an earlier output's
+            self._refuse_takeover()
+            target.replace(self.path)
+            self._clear()
+            self.close()
 
     def metadata(self) -> dict[str, Any] | None:
         """What a finished output says about itself; None if it is not one of ours."""
@@ -321,6 +323,17 @@ class Output:
             if _OURS.fullmatch(file.name) and file.name not in ("lock", self._manifest.name):
                 file.unlink(missing_ok=True)
         self._manifest.unlink(missing_ok=True)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Say what to do where the disk is full or gone; a part is whole or not there, so none is lost by it."""
+        try:
+            yield
+        except OSError as error:
+            raise InvalidInputError(
+                f"--output: {self.path.parent} cannot be written to any more ({error}); make room there, then give "
+                "--resume to go on: the parts that were scored are kept"
+            ) from error
 
     def _temporary(self, name: str) -> Path:
         """In the folder of parts, where it can be in nobody's way; it holds the process, as ranks share the folder."""
