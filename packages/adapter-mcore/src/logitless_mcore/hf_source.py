@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +68,8 @@ def open_source(source: Any) -> HFSource:
 
     Raises:
         InputTypeError: it is none of these.
-        InvalidInputError: the folder holds no safetensors, or lacks one that its index names.
+        InvalidInputError: the folder holds no safetensors, lacks one that its index names, or holds a tensor twice; or
+            a file cannot be read.
         NotFoundError: safetensors is not installed.
     """
     if isinstance(source, (str, Path)):
@@ -96,23 +99,49 @@ class _Files(Mapping[str, Any]):
         return len(self._files)
 
     def __getitem__(self, name: str) -> Any:
-        from safetensors import safe_open
-
         path = self._files[name]
         if path not in self._open:
-            self._open[path] = safe_open(path, framework="pt", device="cpu")
-        return self._open[path].get_tensor(name)
+            self._open[path] = _opened(path)
+        with _told(path):
+            return self._open[path].get_tensor(name)
+
+
+@contextmanager
+def _told(path: Path) -> Iterator[None]:
+    """Name the file that is at fault; safetensors' own words do not."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (SafetensorError, OSError, ValueError) as error:
+        raise InvalidInputError(
+            f"source: {path} cannot be read ({error}); expected it whole, as save_pretrained wrote it (one of some 130 "
+            "bytes is git-lfs's pointer to the file: git lfs pull)"
+        ) from error
+
+
+def _opened(path: Path) -> Any:
+    from safetensors import safe_open
+
+    with _told(path):
+        return safe_open(path, framework="pt", device="cpu")
+
+
+def _json(path: Path) -> dict[str, Any]:
+    with _told(path):
+        told = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(told, dict):
+            raise ValueError(f"it holds a {type(told).__name__}, expected an object")
+        return told
 
 
 def _from_folder(folder: Path) -> HFSource:
-    try:
-        from safetensors import safe_open
-    except ImportError as error:
-        raise NotFoundError("reading a checkpoint needs safetensors: pip install safetensors") from error
+    if find_spec("safetensors") is None:
+        raise NotFoundError("reading a checkpoint needs safetensors: pip install safetensors")
     if not folder.is_dir():
         raise InvalidInputError(f"source: there is no folder {folder}; a model of the hub must be downloaded first")
     if (folder / INDEX).is_file():
-        names: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
+        names: dict[str, str] = _json(folder / INDEX).get("weight_map", {})
         files = {name: folder / file for name, file in names.items()}
         absent = sorted({str(path) for path in files.values() if not path.is_file()})
         if absent:
@@ -120,10 +149,17 @@ def _from_folder(folder: Path) -> HFSource:
     else:
         files = {}
         for path in sorted(folder.glob("*.safetensors")):
-            with safe_open(path, framework="pt", device="cpu") as opened:
+            with _opened(path) as opened:
+                twice = files.keys() & set(opened.keys())
+                if twice:
+                    name = min(twice)
+                    raise InvalidInputError(
+                        f"source: {files[name]} and {path.name} both hold {name}, and no {INDEX} tells which is meant; "
+                        "move the one that is not out of the folder"
+                    )
                 files |= dict.fromkeys(opened.keys(), path)
     if not files:
         raise InvalidInputError(f"source: {folder} holds no *.safetensors; save the model with save_pretrained")
     config = folder / "config.json"
-    told = json.loads(config.read_text()) if config.is_file() else None
+    told = _json(config) if config.is_file() else None
     return HFSource(str(folder), _Files(files), told)

@@ -32,6 +32,7 @@ from logitless_mcore.layouts import Copy, Gated, Layout, QueryKeyValue, Split, V
 __all__ = ["hf_weights", "load_hf_weights", "save_hf_weights"]
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 PREDICTION = "mtp."  # what begins the names of multi-token prediction's parameters
 
 
@@ -247,6 +248,12 @@ def _fill(gpt: Any, target: Target, source: HFSource) -> None:
     parts = [source.read(name) for name in target.names]
     group = _tp_group(gpt, target)
     said = f"{' + '.join(target.names)} {' + '.join(str(tuple(part.shape)) for part in parts)}"
+    odd = [part.dtype for part in parts if part.dtype not in FLOATS]
+    if odd:
+        raise InvalidInputError(
+            f"source: {said} of {source.where} is {odd[0]}, expected float32, bfloat16, float16 or float64; of a "
+            "quantised checkpoint, save it dequantised first"
+        )
     try:
         shard = target.layout.shard(parts, gpt, group.rank(), group.size())
     except RuntimeError as error:  # of view and cat, where the parts do not fit each other
@@ -340,10 +347,18 @@ def save_hf_weights(
         config: a Hugging Face configuration, written as config.json beside the weights.
         vocab_size: see `hf_weights`.
         file_bytes: a new file is begun before one grows beyond this.
+
+    Raises:
+        InvalidInputError: the folder holds a checkpoint in one file, which would be loaded in place of this one.
     """
     from megatron.core import parallel_state
     from safetensors.torch import save_file
 
+    if Path(folder, "model.safetensors").exists():  # before anything is written; every rank sees it
+        raise InvalidInputError(
+            f"folder: {folder} holds model.safetensors, which transformers would load in place of the files that are "
+            "saved here; remove it, or give another folder"
+        )
     place, groups = Path(folder), _chunks(model)[0].pg_collection
     stage, replica = groups.pp.rank(), parallel_state.get_data_parallel_rank(with_context_parallel=True)
     writes = groups.tp.rank() == 0 and replica == 0
