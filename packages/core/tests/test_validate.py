@@ -35,7 +35,7 @@ TYPES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "hidden-int": ({"hidden": torch.zeros(N, D).long()}, ["hidden: got dtype torch.int64", "float16"]),
     "hidden-nested": (
         {"hidden": torch.nested.nested_tensor([torch.zeros(N, D)])},
-        ["hidden: got a nested tensor", "a dense one; pass values()"],
+        ["hidden: got a nested tensor", "a dense one; pass the values()"],
     ),
     "head-module": ({"head": torch.nn.Linear(D, V)}, ["head: got Linear", "a [V, D] tensor or a logitless.LMHead"]),
     "weight-list": ({"head": LMHead([[0.0] * D])}, ["head.weight: got list", "expected a tensor"]),
