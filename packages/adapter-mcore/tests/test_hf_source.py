@@ -12,6 +12,7 @@ from megatron_cpu import alone, build_gpt, hf_model
 from safetensors.torch import load_file, save_file
 
 from logitless.errors import InvalidInputError
+from logitless_mcore.adapter import McoreAdapter
 from logitless_mcore.hf_source import INDEX, open_source
 from logitless_mcore.weights import load_hf_weights, save_hf_weights
 
@@ -48,6 +49,15 @@ def test_a_file_that_cannot_be_read_is_named(name: str, content: bytes | None, f
     if name == FILE:
         with pytest.raises(InvalidInputError, match=rf"source: {folder / name} cannot be read"):
             open_source(folder)
+    if name == "config.json":
+        with pytest.raises(InvalidInputError, match=rf"{folder / name} cannot be read"):
+            McoreAdapter().inspect(str(folder))
+
+
+def test_a_configuration_that_is_no_object(folder: Path) -> None:
+    (folder / "config.json").write_text("[]")
+    with pytest.raises(InvalidInputError, match="it holds a list, not an object"):
+        open_source(folder)
 
 
 def test_a_tensor_that_the_index_alone_has(folder: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -48,12 +47,14 @@ class McoreAdapter:
         """Whether a Hugging Face checkpoint's architecture is one that `get_mcore_forward_fn` and its like know.
 
         Raises:
-            InvalidInputError: the folder holds no config.json.
+            InvalidInputError: the folder holds no config.json, or one that is no JSON.
         """
+        from logitless_mcore.hf_source import read_json
+
         config = Path(path) / "config.json"
         if not config.is_file():
             raise InvalidInputError(f"{path}: expected a local folder with a config.json")
-        named = json.loads(config.read_text()).get("architectures") or [None]
+        named = read_json(config).get("architectures") or [None]
         known = named[0] in ARCHITECTURES
         reason = None if known else f"expected one of {', '.join(ARCHITECTURES)}"
         return {"architecture": named[0], "understood": known, "reason": reason}

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from logitless.errors import InputTypeError, InvalidInputError, NotFoundError
 from logitless_mcore.experts import one_by_one
 
-__all__ = ["HFSource", "open_source"]
+__all__ = ["HFSource", "open_source", "read_json"]
 
 INDEX = "model.safetensors.index.json"
 # What versions of transformers put before names that the checkpoints of vision-language models have without.
@@ -106,6 +106,13 @@ class _Files(Mapping[str, Any]):
             return self._open[path].get_tensor(name)
 
 
+def _unreadable(path: Path, why: object) -> InvalidInputError:
+    return InvalidInputError(
+        f"source: {path} cannot be read ({why}); expected it whole, as save_pretrained wrote it (one of some 130 bytes "
+        "is git-lfs's pointer to the file: git lfs pull)"
+    )
+
+
 @contextmanager
 def _told(path: Path) -> Iterator[None]:
     """Name the file that is at fault; safetensors' own words do not."""
@@ -113,11 +120,8 @@ def _told(path: Path) -> Iterator[None]:
 
     try:
         yield
-    except (SafetensorError, OSError, ValueError) as error:
-        raise InvalidInputError(
-            f"source: {path} cannot be read ({error}); expected it whole, as save_pretrained wrote it (one of some 130 "
-            "bytes is git-lfs's pointer to the file: git lfs pull)"
-        ) from error
+    except (SafetensorError, OSError) as error:
+        raise _unreadable(path, error) from error
 
 
 def _opened(path: Path) -> Any:
@@ -127,12 +131,15 @@ def _opened(path: Path) -> Any:
         return safe_open(path, framework="pt", device="cpu")
 
 
-def _json(path: Path) -> dict[str, Any]:
-    with _told(path):
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a file of JSON; `InvalidInputError` names the file."""
+    try:
         told = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(told, dict):
-            raise ValueError(f"it holds a {type(told).__name__}, expected an object")
-        return told
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, error) from error
+    if not isinstance(told, dict):
+        raise _unreadable(path, f"it holds a {type(told).__name__}, not an object")
+    return told
 
 
 def _from_folder(folder: Path) -> HFSource:
@@ -141,7 +148,7 @@ def _from_folder(folder: Path) -> HFSource:
     if not folder.is_dir():
         raise InvalidInputError(f"source: there is no folder {folder}; a model of the hub must be downloaded first")
     if (folder / INDEX).is_file():
-        names: dict[str, str] = _json(folder / INDEX).get("weight_map", {})
+        names: dict[str, str] = read_json(folder / INDEX).get("weight_map", {})
         files = {name: folder / file for name, file in names.items()}
         absent = sorted({str(path) for path in files.values() if not path.is_file()})
         if absent:
@@ -161,5 +168,5 @@ def _from_folder(folder: Path) -> HFSource:
     if not files:
         raise InvalidInputError(f"source: {folder} holds no *.safetensors; save the model with save_pretrained")
     config = folder / "config.json"
-    told = _json(config) if config.is_file() else None
+    told = read_json(config) if config.is_file() else None
     return HFSource(str(folder), _Files(files), told)
