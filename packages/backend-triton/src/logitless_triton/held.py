@@ -72,8 +72,9 @@ class Held:
 
     def ended(self, rows: Rows) -> Tensor:
         """`of`, with −inf beyond the vocabulary."""
-        logits = self.of(rows)
-        logits[:, self.work.head.valid :] = -math.inf
+        logits, valid = self.of(rows), self.work.head.valid
+        if valid < logits.shape[1]:
+            logits[:, valid:] = -math.inf
         return logits
 
     def partials(self, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
@@ -90,15 +91,6 @@ class Held:
         whole = torch.empty_like(own)
         combine(ranks, unused, rows.f, whole, unused, unused, p.vocab_size, finish=False)
         return parts, own, whole
-
-    def at_labels(self, rows: Rows) -> Tensor:
-        """[m, K] of this rank, −inf where the label is another's."""
-        labels = rows.labels if rows.labels.ndim == 2 else rows.labels.unsqueeze(1)
-        valid = self.work.head.valid
-        if not valid:
-            return self.work.empty(*labels.shape).fill_(-math.inf)
-        inside = labels.clamp(0, valid - 1)
-        return self.of(rows).gather(1, inside).where(inside == labels, -math.inf)
 
     def every_tile(self, rows: Rows, top: Tensor) -> Listing:
         """All of them, for each row."""
@@ -121,7 +113,11 @@ class HeldScores:
         self.work, self.labels = work, p.labels.shape[1] if p.labels.ndim == 2 else 1
         self.plain = Scores(work, n)
         self.own = work.empty(len(SUMS) + 1 + self.labels, n)  # this rank's: SUMS, Σ x, x of the labels
-        self.f, self.threshold = work.empty(n), work.empty(n)
+        factor, labels, valid = work.factor(0, n), work.labels(0, n).reshape(n, self.labels), work.head.valid
+        self.f = factor if isinstance(factor, Tensor) else work.empty(n).fill_(factor)
+        self.columns = labels.clamp(0, max(valid - 1, 0))  # [n, K] those of the labels
+        self.elsewhere = ((labels < 0) | (labels >= valid)).T  # [K, n] the label is another rank's
+        self.threshold = work.empty(n)
         self.top = work.empty(2, n)  # M and S of the whole vocabulary
         several = p.labels.ndim == 2
         self.log_prob = work.empty(n, self.labels) if several else work.empty(n)
@@ -133,7 +129,7 @@ class HeldScores:
         """Scores of tokens start to stop, from what `held_pass` has found in their logits."""
         p, span, count = self.work.problem, slice(start, stop), len(SUMS)
         rest, largest, moment, squares, dropped, total, *_ = own = self.own[:, span]
-        label = own[count + 1 :].T
+        label = own[count + 1 :].masked_fill_(self.elsewhere[:, span], -math.inf).T
         if p.group is not None:
             everyone = gather_stacked(own, p.group)
             rest, largest, moment, squares = everyone[:, :4].sum(0)
@@ -190,9 +186,9 @@ def _line(threshold: Tensor, dropped: Tensor) -> Tensor:
 def held_pass(held: Held, rows: Rows, scores: HeldScores, start: int) -> None:
     """Look at a block of rows, the tokens from `start` on; `HeldScores.finish` makes scores of it."""
     work, p, span = held.work, held.work.problem, slice(start, start + rows.count)
-    scores.f[span] = rows.f
     own = scores.own[:, span]
     if work.truncated:
+        rows = rows.with_factors(scores.f[span])
         parts, mine, whole = held.partials(rows)
         scores.top[:, span] = whole[:2, : rows.count]
         _find(held, rows, (parts, mine, whole[:, : rows.count]), scores.threshold[span], own)
@@ -206,7 +202,8 @@ def held_pass(held: Held, rows: Rows, scores: HeldScores, start: int) -> None:
             kept_sums(every, torch.full_like(every.count, _LOWEST_KEY, dtype=torch.int64), scores.threshold[span], own)
     if "mean_logit" in p.stats:
         own[len(SUMS)] = held.of(rows)[:, : work.head.valid].sum(1)
-    own[len(SUMS) + 1 :] = held.at_labels(rows).T
+    if work.head.valid:
+        own[len(SUMS) + 1 :] = held.of(rows).gather(1, scores.columns[span]).T
 
 
 def _find(held: Held, rows: Rows, partials: tuple[Tensor, Tensor, Tensor], threshold: Tensor, out: Tensor) -> None:

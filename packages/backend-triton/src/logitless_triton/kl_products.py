@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from logitless_triton.config import Tile
 from logitless_triton.forward import scan
 from logitless_triton.kept import Kept
 from logitless_triton.kl_combine import combine_divergence
@@ -209,12 +210,12 @@ def _launch(
     parts: Tensor | None = None,
 ) -> None:
     """`_student_kernel` on the columns of work's head; makes dz where `stats` are given, else fills `parts`."""
-    head, tile = work.head, work.config.forward
+    head, tile = work.head, work.config.forward if stats is None else work.config.dz
     tiles = ceil_div(rows.count, tile.rows) * ceil_div(head.valid, tile.columns)
     if not tiles:
         return
     programs = work.programs(tile)
-    operands, tma = _operands(work, rows, ref, out)
+    operands, tma = _operands(work, rows, ref, out, tile)
     _student_kernel[(min(programs, tiles),)](
         *operands,
         head.bias,
@@ -257,9 +258,9 @@ def _launch(
     )
 
 
-def _operands(work: Work, rows: Rows, ref: Tensor, out: Tensor | None):
+def _operands(work: Work, rows: Rows, ref: Tensor, out: Tensor | None, tile: Tile):
     """hidden, weight, the teacher's logits and what is written, as TMA descriptors or as tensors."""
-    tile, weight = work.config.forward, work.head.weight[: work.head.valid]
+    weight = work.head.weight[: work.head.valid]
     if work.device.has_tma:
         piece = [tile.rows, tile.columns // 8]
         described = (

@@ -114,6 +114,10 @@ class Rows:
         """The same tokens with other labels."""
         return replace(self, labels=labels)
 
+    def with_factors(self, f: Tensor) -> Rows:
+        """The same tokens with f [m] as numbers in memory."""
+        return replace(self, factor=f)
+
 
 class Work:
     """A problem with what follows from it: the head, the device, the tiles.
@@ -158,23 +162,31 @@ class Work:
         """Uninitialised memory on the problem's device."""
         return self.problem.hidden.new_empty(shape, dtype=dtype)
 
+    def _take(self, tensor: Tensor, start: int, stop: int) -> Tensor:
+        """Of live tokens start to stop."""
+        if self.problem.live is not None:
+            return tensor.index_select(0, self.problem.live[start:stop])
+        return tensor if stop - start == tensor.shape[0] else tensor[start:stop]
+
+    def labels(self, start: int, stop: int) -> Tensor:
+        """Labels of live tokens start to stop, as `Rows` has them."""
+        labels = self._take(self.problem.labels, start, stop)
+        return labels - self.problem.vocab_start if self.problem.vocab_start else labels
+
+    def factor(self, start: int, stop: int) -> Tensor | float:
+        """f of live tokens start to stop, as `Rows` has it."""
+        temperature = self.problem.temperature
+        if isinstance(temperature, Tensor):
+            return self.head.factor / self._take(temperature, start, stop).float()
+        return self.head.factor / temperature
+
     def rows(self, start: int, stop: int) -> Rows:
         """Live tokens start to stop, gathered where tokens are ignored; dead ones (validate=False) read as 0."""
-        p = self.problem
-
-        def take(tensor: Tensor) -> Tensor:
-            if p.live is not None:
-                return tensor.index_select(0, p.live[start:stop])
-            return tensor if stop - start == tensor.shape[0] else tensor[start:stop]
-
-        hidden, lora_u = take(p.hidden).to(self.operand), None if p.lora_u is None else take(p.lora_u)
+        p, span = self.problem, (start, stop)
+        hidden = self._take(p.hidden, *span).to(self.operand)
+        lora_u = None if p.lora_u is None else self._take(p.lora_u, *span)
         if p.dead is not None:
-            dead = take(p.dead).unsqueeze(1)
+            dead = self._take(p.dead, *span).unsqueeze(1)
             hidden = hidden.masked_fill(dead, 0.0)
             lora_u = None if lora_u is None else lora_u.masked_fill(dead, 0.0)
-        labels = take(p.labels)
-        if p.vocab_start:
-            labels = labels - p.vocab_start
-        if isinstance(p.temperature, Tensor):
-            return Rows(hidden, lora_u, labels, self.head.factor / take(p.temperature).float())
-        return Rows(hidden, lora_u, labels, self.head.factor / p.temperature)
+        return Rows(hidden, lora_u, self.labels(*span), self.factor(*span))
