@@ -116,7 +116,7 @@ def divergences(config: Config) -> dict[str, Any]:
             kl_kernels.divergence_dz_kernel, constants, warps=8, out="*bf16"
         )
         found[f"student's dz, kind={kind}"] = student(
-            config.dz, "bf16", KIND=kind, DZ=True, OUT_TYPE=tl.bfloat16, parts=None, **uniform
+            config.held, "bf16", KIND=kind, DZ=True, OUT_TYPE=tl.bfloat16, parts=None, **uniform
         )
     for kind in (kl_kernels.FORWARD, kl_kernels.REVERSE):
         sums = {"KIND": kind, "DZ": False, "OUT_TYPE": tl.float32, "stats": None, "up_ptr": None}

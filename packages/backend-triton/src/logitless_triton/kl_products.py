@@ -210,7 +210,7 @@ def _launch(
     parts: Tensor | None = None,
 ) -> None:
     """`_student_kernel` on the columns of work's head; makes dz where `stats` are given, else fills `parts`."""
-    head, tile = work.head, work.config.forward if stats is None else work.config.dz
+    head, tile = work.head, work.config.forward
     tiles = ceil_div(rows.count, tile.rows) * ceil_div(head.valid, tile.columns)
     if not tiles:
         return
