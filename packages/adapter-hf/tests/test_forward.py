@@ -148,6 +148,16 @@ def test_bad_calls(make_model: Any) -> None:
 
 
 @pytest.mark.parametrize("layout", ["thd", "bshd"])
+def test_made_in_inference_mode(layout: str, make_model: Any) -> None:
+    """As bind is: what is tried out needs gradients."""
+    model = make_model()
+    with torch.inference_mode():
+        forward = logitless.make_forward(model, layout)
+    forward(PackedBatch.from_sequences(sequences())).log_probs.sum().backward()
+    assert model.lm_head.weight.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("layout", ["thd", "bshd"])
 def test_a_model_unbound_since_says_so(layout: str, make_model: Any) -> None:
     forward = logitless.make_forward(make_model(), layout)
     unbind(forward.model)

@@ -45,11 +45,17 @@ SOFTENED = 64.0  # a temperature at which no token is so certain that it has no 
 LONGEST_PROBE = 256  # tokens: a window or chunk that is longer is not tried out
 
 
-def _check_batch(batch: Any, multi_modal_inputs: Mapping[str, Any] | None) -> None:
+def _check(batch: Any, temperature: Tensor | float, multi_modal_inputs: Mapping[str, Any] | None) -> None:
     if not isinstance(batch, PackedBatch):
         raise InvalidInputError(f"batch: got {type(batch).__qualname__}, expected a logitless.PackedBatch")
     if batch.shard_of is not None:
         raise UnsupportedError("batch: is a shard; logitless-hf runs whole batches, so call shard() on none of them")
+    tokens = tuple(batch.labels.shape)
+    if isinstance(temperature, Tensor) and temperature.ndim and temperature.shape != tokens:
+        raise InvalidInputError(
+            f"temperature: got shape {tuple(temperature.shape)}, expected {tokens}, one for each packed token "
+            "(batch.pack brings a [B, S] one, or one for each sequence, into batch order), or a number"
+        )
     taken = sorted(OWN_KEYWORDS.intersection(multi_modal_inputs or ()))
     if taken:
         raise InvalidInputError(f"multi_modal_inputs: got {', '.join(taken)}, which the batch and this call determine")
@@ -62,15 +68,6 @@ def _checked(labels: Tensor, batch: PackedBatch) -> Tensor:
         got = f"shape {tuple(labels.shape)}" if isinstance(labels, Tensor) else type(labels).__qualname__
         raise InvalidInputError(f"labels: got {got}, expected a tensor ({expected},) or ({expected}, K) in batch order")
     return labels
-
-
-def _check_temperature(temperature: Tensor | float, batch: PackedBatch) -> None:
-    tokens = batch.labels.shape
-    if isinstance(temperature, Tensor) and temperature.ndim and temperature.shape != tokens:
-        raise InvalidInputError(
-            f"temperature: got shape {tuple(temperature.shape)}, expected {tuple(tokens)}, one for each packed token "
-            "(batch.pack brings a [B, S] one, or one for each sequence, into batch order), or a number"
-        )
 
 
 def _one_row(batch: PackedBatch) -> PaddedBatch:
@@ -119,13 +116,9 @@ class PackedForward:
             multi_modal_inputs: the family's own keywords (`pixel_values`, `image_grid_thw`, ...), images in the order
                 of the batch's sequences; `token_type_ids` and `mm_token_type_ids` are [T], in batch order.
         """
-        _check_batch(batch, multi_modal_inputs)
-        _check_temperature(temperature, batch)
+        _check(batch, temperature, multi_modal_inputs)
         if not any(map(binding_of, self.model.modules())):
-            raise UnsupportedError(
-                f"{type(self.model).__qualname__}: it was unbound after make_forward, so it gives logits; call "
-                "make_forward again"
-            )
+            raise _refused(self.model, "it was unbound after make_forward, so it gives logits; call make_forward again")
         rows = batch.to_padded() if self.layout == "bshd" else _one_row(batch)
         media = self._media(batch, rows, multi_modal_inputs or {})
         if isinstance(temperature, Tensor) and temperature.ndim:
@@ -306,8 +299,9 @@ def _foreign_gradient(forward: PackedForward, parts: list[Tensor]) -> float:
 @torch.no_grad()
 def _fault(forward: PackedForward) -> str | None:
     """What is wrong with the scores of sequences packed (or padded) together, against those of each alone."""
-    model, parts = forward.model, _probe(forward.model)
+    model = forward.model
     with undisturbed(model):
+        parts = _probe(model)  # in here, since gradients take no tensors that were made in the caller's inference_mode
         for module in model.modules():
             module.training = False
         together = _scores(forward, parts)
