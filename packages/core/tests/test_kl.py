@@ -110,6 +110,18 @@ def test_a_reference_that_requires_grad_is_refused(leaf: str) -> None:
         assert torch.equal(wants.value(), case.value())
 
 
+def test_a_reference_from_inference_mode_is_told_by_name() -> None:
+    """torch's own words, that it cannot be saved, leave open what."""
+    case = random_divergence(5)
+    case = replace(case, student=case.student.fresh(()))
+    with torch.inference_mode():
+        made = replace(case, teacher=replace(case.teacher, hidden=case.teacher.hidden.clone()))
+    with pytest.raises(InvalidInputError, match=r"ref_hidden, ref_head: .* under torch.inference_mode.*clone"):
+        made.value()
+    with torch.no_grad():  # nothing is saved
+        assert torch.equal(made.value(), case.value())
+
+
 def test_autocast_equals_the_explicit_cast() -> None:
     case = random_divergence(9, dtype=torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -276,6 +276,12 @@ def linear_kl(
         )
     ref_dtypes = (teacher.hidden.dtype, teacher.weight.dtype)
     student, needs_grad = make_call(hidden, heads[0], labels, **options, ref_dtypes=ref_dtypes)
+    tensors = () if not needs_grad or torch.compiler.is_compiling() else teacher.differentiable
+    if any(tensor is not None and tensor.is_inference() for tensor in tensors):
+        raise InvalidInputError(
+            "ref_hidden, ref_head: one of them was made under torch.inference_mode(), and is to be saved for the "
+            "student's backward; make it under torch.no_grad() instead, or pass its clone()"
+        )
     _check_alike(student, teacher)
     pair = Pair(student, teacher, direction, float(beta), keep_bytes if needs_grad else 0)
     if _looked_on((*student.differentiable, *teacher.differentiable)):
