@@ -33,7 +33,7 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """The tiles of the two kernels that multiply."""
+    """The tiles of the kernels that multiply."""
 
     forward: Tile
     dz: Tile

@@ -47,7 +47,8 @@ def kl_forward(
     """
     kind, keeps = KINDS[direction], kept is not None and kept.numel() > 0
     both = kind == JSD or keeps
-    work, ref = _pair(student, teacher, both)
+    # Ranks must chunk alike, and what is kept is a rank's own.
+    work, ref = _pair(student, teacher, both or student.group is not None)
     ref_held, held = Held(ref), Held(work) if both else None
     n, kept_dz = work.n, _kept_dz(work, kept, fill=True)
     value, stats = work.empty(n), work.empty(5, n)

@@ -70,7 +70,7 @@ def tune(
     rounds: Annotated[int, typer.Option(help="Rounds; the figures are medians.")] = 9,
     seconds: Annotated[float, typer.Option(help="Start no round after so long.")] = 60.0,
 ) -> None:
-    """Time other tile shapes of the Triton backend beside the table's; changes nothing."""
+    """Time other tile shapes of the Triton backend beside the table's, but for held logits; changes nothing."""
     if dtype not in DTYPES:
         raise InvalidInputError(f"--dtype: got {dtype!r}, expected one of {', '.join(DTYPES)}")
     for name, value in (("tokens", tokens), ("hidden", hidden), ("vocab", vocab), ("rounds", rounds)):

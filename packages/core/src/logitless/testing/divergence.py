@@ -133,7 +133,7 @@ def _partner(example: Example, name: str) -> Tensor:
 
 
 def _sharded(
-    rank: int, size: int, case: Divergence, cuts: tuple[int, ...], backend: str, reduce: bool, keep_bytes: int
+    rank: int, size: int, case: Divergence, cuts: tuple[int, ...], backend: str, reduce: bool, keeps: tuple[int, ...]
 ) -> tuple[Tensor, dict[str, Tensor | None]]:
     """One rank's share of a case."""
     start, stop = cuts[rank : rank + 2]
@@ -147,7 +147,7 @@ def _sharded(
 
     share = replace(case, student=own(case.student), teacher=own(case.teacher))
     group: dict[str, Any] = {"tp_group": dist.group.WORLD, "reduce_hidden_grad": reduce}
-    value, grads = share.run(backend=backend, workspace_bytes=1 << 16, keep_bytes=keep_bytes, **group)
+    value, grads = share.run(backend=backend, workspace_bytes=1 << 16, keep_bytes=keeps[rank], **group)
     return value.detach(), grads
 
 
@@ -350,16 +350,20 @@ class DivergenceConformance(Kit, kit=True):
             turned = replace(case, student=teacher, teacher=case.student)
             torch.testing.assert_close(turned.value(backend=self.backend), value, rtol=0.0, atol=atol)
 
-    @pytest.mark.parametrize(("reduce", "keep_bytes"), [(True, 0), (False, 1 << 14)], ids=["whole", "partial"])
+    @pytest.mark.parametrize(
+        ("reduce", "keep_bytes"),
+        [(True, (0, 0)), (False, (1 << 15, 1 << 15)), (True, (1 << 20, 0))],
+        ids=["whole", "partial", "one-keeps"],
+    )
     @pytest.mark.parametrize("cuts", [(0, 150, 300), (0, 7, 300), (0, 296, 300)], ids=str)
     def test_sharded(
-        self, dtype: torch.dtype, direction: str, cuts: tuple[int, ...], reduce: bool, keep_bytes: int
+        self, dtype: torch.dtype, direction: str, cuts: tuple[int, ...], reduce: bool, keep_bytes: tuple[int, int]
     ) -> None:
-        """Vocabularies over two ranks, evenly, unevenly and one of them all padding: the same bits on both."""
+        """Vocabularies over two ranks, evenly, unevenly and one of them all padding, whatever each keeps."""
         if not self.sharded or self.device != "cpu":
             pytest.skip("several ranks need several GPUs, or a CPU")
         case = self.make(
-            dtype, direction, 19, vocab=300, vocab_size=291, bias=True, softcap=6.0, lora=(3,), ref={"scale": 0.8}
+            dtype, direction, 33, vocab=300, vocab_size=291, bias=True, softcap=6.0, lora=(3,), ref={"scale": 0.8}
         )
         ranks = run_ranks(2, _sharded, case, cuts, self.backend, reduce, keep_bytes)
         expect(torch.equal(ranks[0][0], ranks[1][0]), "the ranks' divergences differ")
