@@ -30,7 +30,7 @@ from logitless_triton import (
     shortlist,
     threshold,
 )
-from logitless_triton.config import Config, Device, Tile, config_for
+from logitless_triton.config import Device, Tile, config_for
 from logitless_triton.layout import LOGITS, SAMPLE, STEP
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -98,12 +98,12 @@ def of_rows(tile: Tile, uniform: bool) -> dict[str, Any]:
     }
 
 
-def divergences(config: Config) -> dict[str, Any]:
+def divergences(tile: Tile) -> dict[str, Any]:
     """The kernels of `linear_kl`; the student's tiles go by eighths."""
     found = {"mixture": compiled(kl_kernels.mixture_kernel, {"ROWS": 1, "BLOCK": 2048}, warps=8)}
     uniform = {"f_ptr": None, "ref_f_ptr": None}
 
-    def student(tile: Tile, written: str, **constants: Any) -> dict[str, Any]:
+    def student(written: str, **constants: Any) -> dict[str, Any]:
         piece = tile.columns // 8
         types = {**multiplying(tile, piece, "out"), "ref": described("fp32", tile.rows, piece)}
         types["out"] = described(written, tile.rows, piece)
@@ -116,14 +116,14 @@ def divergences(config: Config) -> dict[str, Any]:
             kl_kernels.divergence_dz_kernel, constants, warps=8, out="*bf16"
         )
         found[f"student's dz, kind={kind}"] = student(
-            config.held, "bf16", KIND=kind, DZ=True, OUT_TYPE=tl.bfloat16, parts=None, **uniform
+            "bf16", KIND=kind, DZ=True, OUT_TYPE=tl.bfloat16, parts=None, **uniform
         )
     for kind in (kl_kernels.FORWARD, kl_kernels.REVERSE):
         sums = {"KIND": kind, "DZ": False, "OUT_TYPE": tl.float32, "stats": None, "up_ptr": None}
-        found[f"student's sums, kind={kind}"] = student(config.held, "fp32", out=None, **sums, **uniform)
+        found[f"student's sums, kind={kind}"] = student("fp32", out=None, **sums, **uniform)
         if kind == kl_kernels.FORWARD:
-            found["student's sums, held"] = student(config.held, "fp32", **sums)
-        constants = {"BLOCK": kl_combine.ROWS, "PART": kl_combine.TILES, "KIND": kind}
+            found["student's sums, held"] = student("fp32", **sums)
+        constants = {"BLOCK": combine.ROWS, "PART": combine.TILES, "KIND": kind}
         found[f"divergences combined, kind={kind}"] = compiled(kl_combine._combine_kernel, constants)
     return found
 
@@ -161,7 +161,7 @@ def main() -> None:
         found[f"dz, several={several}"] = compiled(dz._recompute_kernel, constants, tile.warps, tile.stages, **types)
     for uniform in (False, True):
         found |= {f"{name}, uniform={uniform}": kernel for name, kernel in of_rows(config.forward, uniform).items()}
-    found |= divergences(config)
+    found |= divergences(config.held)
     print(json.dumps(found))
 
 

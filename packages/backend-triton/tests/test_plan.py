@@ -12,7 +12,8 @@ import logitless
 from logitless.testing import MemoryTracker
 from logitless.testing.example import random_example
 from logitless.types import Request
-from logitless_triton import backward, policy
+from logitless_triton import backward, forward, held, policy
+from logitless_triton.config import Config, Tile, trying
 from logitless_triton.held import Held
 from logitless_triton.plan import plan
 
@@ -76,6 +77,36 @@ def test_says_the_chunks_of_a_single_pass(workspace_bytes: int, monkeypatch: pyt
     said = plan(request_of(n, vocab, hidden_size, workspace_bytes=workspace_bytes))
     assert chunks[0] == (said.single_pass_tokens, vocab if said.single_pass_keeps else 0)
     assert len(chunks) == -(-n // said.single_pass_tokens)
+
+
+def test_held_logits_have_tiles_of_their_own() -> None:
+    """Of a kept set, the most likely tokens and a divergence; other scores keep the plain forward's bits."""
+    from logitless_triton import kl_products  # with Triton, when its interpreter has been chosen
+
+    wide, narrow = (Tile(64, columns, 32, warps=1, stages=1, per_sm=2) for columns in (256, 64))
+    example = random_example(9, vocab=301, hidden_size=16, dtype=torch.float32, device=DEVICE, ignored=False).fresh()
+    seen: list[int] = []
+    scan = forward.scan
+
+    def spy(work: Any, *rest: Any) -> None:
+        seen.append(work.config.forward.columns)
+        scan(work, *rest)
+
+    with pytest.MonkeyPatch.context() as patch, trying(Config(wide, wide, narrow)):
+        for module in (forward, held, kl_products):
+            patch.setattr(module, "scan", spy)
+        for options, features, columns in (
+            ({}, {}, 256),
+            ({"stats": ("is_argmax",)}, {"stats": ("is_argmax",)}, 256),
+            ({"top_p": 0.9}, {"kept_set": True}, 64),
+        ):
+            example.score(backend="triton", **options)
+            assert set(seen) == {columns} == {plan(request_of(9, 301, 16, **features)).tiles.forward.columns}
+            seen.clear()
+        hidden, weight = example.hidden.detach(), example.head.weight.detach()
+        logitless.top_k_log_probs(hidden, weight, 5, backend="triton")
+        logitless.linear_kl(hidden, weight, hidden, weight, backend="triton")
+        assert seen == [64, 64]
 
 
 def test_says_the_chunks_whose_logits_are_held(monkeypatch: pytest.MonkeyPatch) -> None:

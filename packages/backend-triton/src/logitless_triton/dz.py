@@ -249,7 +249,7 @@ def dz_from_logits(work: Any, rows: Any, stats: Tensor, coefs: Tensor, entropy: 
     tiles = ceil_div(rows.count, tile.rows) * ceil_div(head.valid, tile.columns)
     if not tiles:
         return
-    programs, tma, several = work.programs(tile), False, rows.labels.ndim == 2
+    tma, several = False, rows.labels.ndim == 2
     h, w, target = rows.hidden, head.weight, out
     if work.device.has_tma:
         described = (
@@ -259,7 +259,7 @@ def dz_from_logits(work: Any, rows: Any, stats: Tensor, coefs: Tensor, entropy: 
         )
         if None not in described:
             (h, w, target), tma = described, True
-    _recompute_kernel[(min(programs, tiles),)](
+    _recompute_kernel[(min(work.programs(tile), tiles),)](
         h,
         w,
         target,
@@ -284,23 +284,14 @@ def dz_from_logits(work: Any, rows: Any, stats: Tensor, coefs: Tensor, entropy: 
         stats.stride(0),
         coefs.stride(0),
         out.stride(0),
-        BM=tile.rows,
-        BN=tile.columns,
-        BK=tile.depth,
-        BR=max(16, min(64, triton.next_power_of_2(head.rank))) if head.rank else 16,
-        GROUP=tile.group,
-        PROGRAMS=programs,
         TMA=tma,
         FLATTEN=tma and not head.rank and not several,
         OUT_TYPE=TYPES[out.dtype],
         ENTROPY=entropy,
-        SOFTCAP=head.softcap,
-        NEGATE=head.negate,
         INFINITE=head.bias is not None,
         TRUNCATED=work.truncated,
         SEVERAL=several,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
+        **work.multiplying(tile),
     )
 
 

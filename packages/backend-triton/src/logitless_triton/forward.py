@@ -35,7 +35,7 @@ from logitless_triton.tile import (
     raw_logits,
 )
 
-__all__ = ["Scores", "forward", "forward_pass", "scan"]
+__all__ = ["Scores", "forward", "forward_pass", "operands", "scan"]
 
 _DIFFERENCES, _EXPONENTIALS, _LOGITS = (tl.constexpr(x) for x in (DIFFERENCES, EXPONENTIALS, LOGITS))
 
@@ -172,16 +172,15 @@ def _forward_kernel(
 def scan(work: Work, rows: Rows, kept: Kept, reference: Tensor | None, parts: Tensor) -> None:
     """Partial statistics [3, tiles, >= m] of a block of rows, and what is kept of them."""
     head, tile = work.head, work.config.forward
-    programs = work.programs(tile)
     tiles = ceil_div(rows.count, tile.rows) * parts.shape[1]
     if not tiles:
         return
-    h, w, tma = _operands(work, rows, tile)
+    h, w, tma = operands(work, rows, tile)
     body, tma_kept = kept.body, False
     if tma and kept.mode != NOTHING:
         body = descriptor(kept.body, [tile.rows, tile.columns // (4 if kept.mode == LOGITS else 2)])
         tma_kept = True
-    _forward_kernel[(min(programs, tiles),)](
+    _forward_kernel[(min(work.programs(tile), tiles),)](
         h,
         w,
         body,
@@ -208,26 +207,17 @@ def scan(work: Work, rows: Rows, kept: Kept, reference: Tensor | None, parts: Te
         parts.stride(1),
         kept.maxima.stride(0) if kept.maxima is not None else 0,
         kept.body.stride(0) if kept.body is not None else 0,
-        BM=tile.rows,
-        BN=tile.columns,
-        BK=tile.depth,
-        BR=max(16, min(64, triton.next_power_of_2(head.rank))) if head.rank else 16,
-        GROUP=tile.group,
-        PROGRAMS=programs,
         TMA=tma,
         TMA_KEPT=tma_kept,
         FLATTEN=tma and not head.rank,
         KEEP=kept.mode,
         KEPT_TYPE=TYPES[kept.body.dtype] if kept.body is not None else tl.float32,
-        SOFTCAP=head.softcap,
-        NEGATE=head.negate,
         INFINITE=head.bias is not None,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
+        **work.multiplying(tile),
     )
 
 
-def _operands(work: Work, rows: Rows, tile: Tile):
+def operands(work: Work, rows: Rows, tile: Tile):
     """hidden and weight as the kernels take them: TMA descriptors, or the tensors."""
     if work.device.has_tma:
         valid = work.head.weight[: work.head.valid]

@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from logitless.collectives import gather_stacked
+from logitless_triton.combine import ROWS, TILES
 from logitless_triton.kl_kernels import FORWARD, gap
 from logitless_triton.rows import Rows
 from logitless_triton.tile import FLOOR, LN2, LOWEST, ceil_div, factor_args, factor_of
@@ -29,7 +30,6 @@ from logitless_triton.tile import FLOOR, LN2, LOWEST, ceil_div, factor_args, fac
 __all__ = ["combine_divergence"]
 
 _FORWARD = tl.constexpr(FORWARD)
-ROWS, TILES = 16, 128  # of a program; the order of the sums depends on them
 
 
 @triton.jit(do_not_specialize=["N", "TILES", "stride_out"])

@@ -20,8 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from logitless_triton.config import Tile
-from logitless_triton.forward import scan
+from logitless_triton.forward import operands, scan
 from logitless_triton.kept import Kept
 from logitless_triton.kl_combine import combine_divergence
 from logitless_triton.kl_kernels import FORWARD, dz_of, gap
@@ -214,10 +213,9 @@ def _launch(
     tiles = ceil_div(rows.count, tile.rows) * ceil_div(head.valid, tile.columns)
     if not tiles:
         return
-    programs = work.programs(tile)
-    operands, tma = _operands(work, rows, ref, out, tile)
-    _student_kernel[(min(programs, tiles),)](
-        *operands,
+    given, tma = _operands(work, rows, ref, out)
+    _student_kernel[(min(work.programs(tile), tiles),)](
+        *given,
         head.bias,
         rows.lora_u,
         head.lora_b,
@@ -240,38 +238,25 @@ def _launch(
         0 if out is None else out.stride(0),
         0 if stats is None else stats.stride(0),
         *((0, 0) if parts is None else parts.stride()[:2]),
-        BM=tile.rows,
-        BN=tile.columns,
-        BK=tile.depth,
-        BR=max(16, min(64, triton.next_power_of_2(head.rank))) if head.rank else 16,
-        GROUP=tile.group,
-        PROGRAMS=programs,
         TMA=tma,
         FLATTEN=tma and not head.rank,
         KIND=kind,
         DZ=stats is not None,
         OUT_TYPE=tl.float32 if out is None else TYPES[out.dtype],
-        SOFTCAP=head.softcap,
-        NEGATE=head.negate,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
+        **work.multiplying(tile),
     )
 
 
-def _operands(work: Work, rows: Rows, ref: Tensor, out: Tensor | None, tile: Tile):
+def _operands(work: Work, rows: Rows, ref: Tensor, out: Tensor | None):
     """hidden, weight, the teacher's logits and what is written, as TMA descriptors or as tensors."""
-    weight = work.head.weight[: work.head.valid]
-    if work.device.has_tma:
+    tile = work.config.forward
+    h, w, tma = operands(work, rows, tile)
+    if tma:
         piece = [tile.rows, tile.columns // 8]
-        described = (
-            descriptor(rows.hidden, [tile.rows, tile.depth]),
-            descriptor(weight, [tile.columns, tile.depth]),
-            descriptor(ref, piece),
-        )
-        target = None if out is None else descriptor(out, piece)
-        if None not in described and (target is None) == (out is None):
-            return (*described, target), True
-    return (rows.hidden, weight, ref, out), False
+        y, target = descriptor(ref, piece), None if out is None else descriptor(out, piece)
+        if y is not None and (target is None) == (out is None):
+            return (h, w, y, target), True
+    return (rows.hidden, work.head.weight, ref, out), False
 
 
 def dz_from_teacher(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -157,6 +158,22 @@ class Work:
     def programs(self, tile: Tile) -> int:
         """Programs of a persistent grid."""
         return self.device.multiprocessors * tile.per_sm
+
+    def multiplying(self, tile: Tile) -> dict[str, Any]:
+        """What a kernel that multiplies is launched with, whatever else it does."""
+        rank = self.head.rank
+        return {
+            "BM": tile.rows,
+            "BN": tile.columns,
+            "BK": tile.depth,
+            "BR": max(16, min(64, 1 << (rank - 1).bit_length())) if rank else 16,
+            "GROUP": tile.group,
+            "PROGRAMS": self.programs(tile),
+            "SOFTCAP": self.head.softcap,
+            "NEGATE": self.head.negate,
+            "num_warps": tile.warps,
+            "num_stages": tile.stages,
+        }
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Uninitialised memory on the problem's device."""

@@ -62,7 +62,8 @@ class Live:
         """[6] what `FACTS` names; the values of ignored tokens are nobody's."""
         labels, temperature, ignore_index, _ = self._call
         live = labels != ignore_index
-        # By place, so that the same tokens in another order differ; cubed, so that two masks of as many tokens do.
+        # By place, so that the same tokens in another order differ; cubed, since masks of as many tokens often have
+        # equal sums of places.
         place = torch.arange(1, labels.numel() + 1, device=labels.device).view(labels.shape)
         of_labels = torch.where(live, (labels + 1) * place.pow(3), 0).sum()
         of_temperatures = torch.zeros_like(of_labels)
