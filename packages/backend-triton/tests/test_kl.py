@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from logitless.testing import AllocationGuard
 from logitless.testing.divergence import DIRECTIONS, DivergenceConformance, Found, check_divergence, random_divergence
 from logitless.testing.memory import poisoned
 from logitless.types import Request
-from logitless_triton import config, layout
+from logitless_triton import layout
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
@@ -47,7 +46,7 @@ def test_nothing_of_tokens_by_vocabulary_is_held(direction: str) -> None:
 @pytest.mark.parametrize("head", [{}, {"bias": True, "per_token_temperature": True}], ids=["plain", "full"])
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_every_part_of_a_blocks_tokens(direction: str, head: dict[str, bool]) -> None:
-    """The backward makes the logits of at most half of these again at a time, and of some columns only."""
+    """The backward makes the logits of at most 128 of these again at a time, and of some columns only."""
     case = random_divergence(300, direction=direction, dtype=torch.float32, vocab=1500, device=DEVICE, **head)
     check_divergence(case.run(backend="triton", workspace_bytes=5 << 19), case)
 
@@ -194,16 +193,6 @@ def test_room_for_dz(n: int, vocab: int, keep_bytes: int, some: float) -> None:
         fewer = layout.divergence_columns(length, int(n * some), vocab, dtype)
         assert fewer * int(n * some) * item <= length
         assert fewer >= columns or not int(n * some)
-
-
-def test_blocks_fill_whole_waves() -> None:
-    """Of 264 programs: 32 row tiles by 66 column tiles are 8 turns, by the 84 that fit 10.2."""
-    from logitless_triton.kl import _whole_waves
-
-    tile = config.Tile(128, 128, 64, warps=4, stages=3, per_sm=2)
-    work = SimpleNamespace(config=config.Config(tile, tile, tile), programs=lambda tile: 132 * tile.per_sm)
-    assert _whole_waves(work, 4096, 84 * 128) == 66 * 128
-    assert _whole_waves(work, 4096, 1) == 256  # one pair of tiles at least
 
 
 @pytest.mark.parametrize("upstream", [1e-4, 1.0])

@@ -79,7 +79,7 @@ def test_fp32_lora_pair_beside_a_half_head() -> None:
 @pytest.mark.parametrize("scaled", [False, True])
 def test_blocks_cover_all_and_fit(n: int, workspace_bytes: int, scaled: bool) -> None:
     columns, hidden_size, item = 151936, 4096, 2
-    blocks = Blocks.plan(n, columns, hidden_size, item, workspace_bytes, scaled)
+    blocks = Blocks.plan(n, columns, hidden_size, item, workspace_bytes, scaled=scaled, multiprocessors=132)
     for spans, end in ((blocks.of_tokens(n), n), (blocks.of_columns(0, columns), columns)):
         assert spans[0][0] == 0
         assert spans[-1][1] == end
@@ -89,3 +89,14 @@ def test_blocks_cover_all_and_fit(n: int, workspace_bytes: int, scaled: bool) ->
     tile = 4 * hidden_size * blocks.columns if scaled or blocks.tokens < n else 0
     smallest = 16 * 256 * item + 4 * hidden_size * 256
     assert blocks.tokens * blocks.columns * item + tile <= max(workspace_bytes, smallest)
+
+
+def test_blocks_that_were_faster_are_chosen() -> None:
+    """65536 tokens, D 4096, V 151936 on an H200: recompute took these times the products."""
+    measured = {(16384, 10240): 1.021, (16384, 10880): 1.032, (21888, 8448): 1.014, (65536, 4224): 1.031}
+    shape = {"n": 65536, "columns": 151936, "hidden_size": 4096}
+    times = {each: Blocks(*each)._cost(**shape, multiprocessors=132, parts=1) for each in measured}
+    assert min(times, key=lambda each: times[each]) == (21888, 8448)
+    assert times[16384, 10240] < times[16384, 10880]
+    plan = Blocks.plan(**shape, item=2, workspace_bytes=512 << 20, scaled=False, multiprocessors=132)
+    assert plan == Blocks(21888, 8448)

@@ -13,7 +13,6 @@ from torch import Tensor
 from logitless.types import Gradients, Needs, Problem
 from logitless_triton.dz import coefficients, dz_from_kept, dz_from_logits
 from logitless_triton.kept import DIFFERENCES, EXPONENTIALS, Kept
-from logitless_triton.layout import Blocks
 from logitless_triton.rounding import scale_rows
 from logitless_triton.rows import Rows, Work
 from logitless_triton.several import label_coefficients
@@ -52,8 +51,8 @@ def backward_pass(
 
 def _blocks(work: Work, rows: Rows, kept: Kept, stats: Tensor, grads: Grads, sums: Sums, at: int, first: int) -> None:
     """The columns from `first` on, dz of a block at a time, in memory of its own."""
-    p, valid, dz_scale, (g, e) = work.problem, work.head.valid, sums.dz_scale, grads
-    blocks = Blocks.plan(rows.count, valid - first, work.head.hidden_size, work.item, p.workspace_bytes, sums.tiled(1))
+    valid, dz_scale, (g, e) = work.head.valid, sums.dz_scale, grads
+    blocks = sums.blocks(rows.count, valid - first, work.item)
     spans = blocks.of_tokens(rows.count)
     buffer = work.empty(min(blocks.tokens, rows.count), blocks.columns, dtype=work.operand)
     middle, coefs = max(first, kept.columns), None

@@ -34,7 +34,7 @@ from logitless_triton.tile import LN2, TYPES, ceil_div
 
 __all__ = ["kl_backward", "kl_forward"]
 
-PARTS = 2  # of a block's tokens: for one at a time the backward holds the teacher's logits
+PARTS = 4  # of a block's tokens: for one at a time the backward holds the teacher's logits
 KINDS = {"forward": FORWARD, "reverse": REVERSE, "jsd": JSD}
 
 
@@ -70,7 +70,7 @@ def _pair(student: Problem, teacher: Problem, both: bool) -> tuple[Work, Work]:
     """With a workspace for each whose logits are held; and with the same tiles, whose maxima are compared."""
     share = student.workspace_bytes
     share = share // 2 if both else share - share // 32  # for the tiles' partial statistics
-    work, ref = (Work(replace(p, workspace_bytes=share), holds=True) for p in (student, teacher))
+    work, ref = (Work(replace(p, workspace_bytes=share)) for p in (student, teacher))
     work.config = ref.config = min(work.config, ref.config, key=lambda config: config.forward.columns)
     return work, ref
 
@@ -180,7 +180,7 @@ def kl_backward(
     kept: Tensor | None = None,
 ) -> Gradients:
     """The student's gradients for upstream [n]; the products of those that nobody needs are not run."""
-    work, ref, kind = Work(student, holds=True), Work(teacher, holds=True), KINDS[direction]
+    work, ref, kind = Work(student), Work(teacher), KINDS[direction]
     sums = Sums(work, needs, None)
     if not work.n:
         return sums.finish()
@@ -197,17 +197,11 @@ def kl_backward(
         def from_kept(columns: slice, tokens: slice, out: Tensor) -> None:
             scale_rows(kept_dz[tokens, columns], up[tokens], 1.0, exponent[tokens], -1.0, out)
 
-        blocks = _blocks(work, sums, first, work.item)
-        _products(rows, sums, blocks, (0, first, blocks.columns), from_kept)
+        _products(rows, sums, sums.blocks(work.n, first, work.item), (0, first), from_kept)
     if first < work.head.valid:
         _from_logits(work, ref, rows, sums, stats, up, first, kind, beta)
     sums.end_pass(0, work.n)
     return sums.finish()
-
-
-def _blocks(work: Work, sums: Sums, columns: int, item: int) -> Blocks:
-    """Blocks of so many columns of all tokens, in `item` bytes a number."""
-    return Blocks.plan(work.n, columns, work.head.hidden_size, item, work.problem.workspace_bytes, sums.tiled(1))
 
 
 def _from_logits(
@@ -223,10 +217,9 @@ def _from_logits(
 ) -> None:
     """The columns from `first` on, whose logits are made again."""
     valid = work.head.valid
-    blocks = _blocks(work, sums, valid - first, 4 // PARTS + work.item)  # the teacher's logits beside dz
-    most = ceil_div(ceil_div(min(blocks.tokens, work.n), PARTS), 128) * 128
-    width = _whole_waves(work, most, blocks.columns)
-    teacher = _Teacher(ref, most, width)
+    blocks = sums.blocks(work.n, valid - first, 4 // PARTS + work.item, PARTS)  # the teacher's logits beside dz
+    most = min(blocks.tokens, ceil_div(ceil_div(blocks.tokens, PARTS), 128) * 128)
+    teacher = _Teacher(ref, most, blocks.columns)
 
     def from_logits(columns: slice, tokens: slice, out: Tensor) -> None:
         part = _of_columns(work, columns.start, columns.stop)
@@ -237,41 +230,26 @@ def _from_logits(
             dz = out[start - tokens.start : stop - tokens.start]
             dz_from_teacher(part, both, y, stats[:, span], up[span], dz, kind, beta)
 
-    _products(rows, sums, blocks, (first, valid, width), from_logits)
+    _products(rows, sums, blocks, (first, valid), from_logits)
 
 
 def _products(
     rows: Rows,
     sums: Sums,
     blocks: Blocks,
-    columns: tuple[int, int, int],
+    columns: tuple[int, int],
     make: Callable[[slice, slice, Tensor], None],
 ) -> None:
     """Add up the products of all tokens' dz of a range of columns, which `make` writes block by block."""
-    first, last, width = columns
     spans, work = blocks.of_tokens(rows.count), sums.work
-    buffer = work.empty(min(blocks.tokens, rows.count), width, dtype=work.operand)
-    for start in range(first, last, width):
-        stop = min(start + width, last)
+    buffer = work.empty(min(blocks.tokens, rows.count), blocks.columns, dtype=work.operand)
+    for start, stop in blocks.of_columns(*columns):
         sums.open(start, stop, len(spans))
         for begin, end in spans:
             dz = buffer[: end - begin, : stop - start]
             make(slice(start, stop), slice(begin, end), dz)
             sums.add(dz, rows.span(begin, end), begin, start)
         sums.close(start, stop)
-
-
-def _whole_waves(work: Work, rows: int, most: int) -> int:
-    """Columns of a block: at most so many, where the multiprocessors' last turn at its tiles is fullest."""
-    tile = work.config.forward
-    pair, programs = 2 * tile.columns, work.programs(tile)  # cuBLAS's tiles are twice as wide
-    most = max(1, most // pair)
-
-    def full(pairs: int) -> float:
-        tiles = 2 * ceil_div(rows, tile.rows) * pairs
-        return tiles / (ceil_div(tiles, programs) * programs)
-
-    return pair * max(range(ceil_div(3 * most, 4), most + 1), key=lambda pairs: (full(pairs), pairs))
 
 
 def _dz(

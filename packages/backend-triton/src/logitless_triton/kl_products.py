@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from logitless_triton.config import Tile
 from logitless_triton.forward import operands, scan
 from logitless_triton.kept import Kept
 from logitless_triton.kl_combine import combine_divergence
@@ -209,11 +210,11 @@ def _launch(
     parts: Tensor | None = None,
 ) -> None:
     """`_student_kernel` on the columns of work's head; makes dz where `stats` are given, else fills `parts`."""
-    head, tile = work.head, work.config.forward
+    head, tile = work.head, work.config.forward if stats is None else work.config.dz
     tiles = ceil_div(rows.count, tile.rows) * ceil_div(head.valid, tile.columns)
     if not tiles:
         return
-    given, tma = _operands(work, rows, ref, out)
+    given, tma = _operands(work, tile, rows, ref, out)
     _student_kernel[(min(work.programs(tile), tiles),)](
         *given,
         head.bias,
@@ -247,9 +248,8 @@ def _launch(
     )
 
 
-def _operands(work: Work, rows: Rows, ref: Tensor, out: Tensor | None):
+def _operands(work: Work, tile: Tile, rows: Rows, ref: Tensor, out: Tensor | None):
     """hidden, weight, the teacher's logits and what is written, as TMA descriptors or as tensors."""
-    tile = work.config.forward
     h, w, tma = operands(work, rows, tile)
     if tma:
         piece = [tile.rows, tile.columns // 8]

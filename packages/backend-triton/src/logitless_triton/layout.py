@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -158,8 +159,10 @@ def held_rows(n: int, vocab_size: int, width: int, workspace_bytes: int, *, shor
     return min(most, max(1, -(-each // grain)) * grain)
 
 
-TOKENS = 16384  # of a block, at most: beyond it, a block's columns would be few and d_hidden be read and written often
 COLUMNS = 128  # of a block, at least; and what is kept of a divergence comes in as many
+PAIR = 2 * COLUMNS  # what a block's columns are a multiple of where they can: the products' tiles are as wide
+MOST = 8192  # tokens that are never cut into blocks
+BALANCE = 64  # operations of the tensor cores in the time that a byte of such a sum takes, on an H200
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,23 +173,77 @@ class Blocks:
     columns: int
 
     @classmethod
-    def plan(cls, n: int, columns: int, hidden_size: int, item: int, workspace_bytes: int, scaled: bool) -> Blocks:
-        """The largest blocks of dz, and of d_weight's fp32 tile where one is needed, that fit the workspace."""
-        tokens = max(1, min(n, TOKENS))
+    @lru_cache(maxsize=256)
+    def plan(
+        cls,
+        n: int,
+        columns: int,
+        hidden_size: int,
+        item: int,
+        workspace_bytes: int,
+        *,
+        scaled: bool,
+        multiprocessors: int,
+        parts: int = 1,
+    ) -> Blocks:
+        """The blocks of dz, and of d_weight's fp32 tile where one is needed, that fit the workspace and cost least.
+
+        Args:
+            item: bytes of an element of dz, and of what is held beside it.
+            scaled: dz is scaled, so that d_weight needs a tile in any case.
+            parts: how many launches make a block's dz, each of some of its tokens.
+        """
+        whole = max(1, -(-columns // PAIR)) * PAIR
 
         def fitting(tokens: int) -> int:
             tile = 4 * hidden_size if scaled or tokens < n else 0
-            return workspace_bytes // (tokens * item + tile)
+            return min(whole, workspace_bytes // (tokens * item + tile))
 
-        while fitting(tokens) < 8 * COLUMNS and tokens > 16:
+        tokens = max(1, n)
+        if fitting(tokens) == whole:
+            return cls(tokens, whole)
+        found = []
+        for count in range(1, 1 + -(-n // MOST)):
+            tokens = n if count == 1 else -(-n // (count * COLUMNS)) * COLUMNS
+            most = fitting(tokens) // PAIR * PAIR
+            least = max(most // 2, min(whole, 4 * PAIR))
+            found += [cls(tokens, width) for width in range(most, least - 1, -PAIR)]
+        if found:
+            return min(found, key=lambda blocks: blocks._cost(n, columns, hidden_size, multiprocessors, parts))
+        while fitting(tokens) < 4 * PAIR and tokens > 16:
             tokens = max(16, (tokens // 2 + 15) // 16 * 16)
-        most = max(COLUMNS, fitting(tokens) // COLUMNS * COLUMNS)
-        count = max(1, -(-columns // most))  # even blocks: no short last one
-        even = -(-columns // count)
-        return cls(tokens, min(most, max(1, -(-even // (2 * COLUMNS))) * 2 * COLUMNS))
+        return cls(tokens, max(COLUMNS, fitting(tokens) // COLUMNS * COLUMNS))
+
+    def _cost(self, n: int, columns: int, hidden_size: int, multiprocessors: int, parts: int) -> int:
+        """Operations that the multiprocessors have time for while they make dz and its products.
+
+        Tiles of 128×256 are taken up by all of them at a time, whether there are as many or not; blocks beyond the
+        first read and write a sum in fp32.
+        """
+        turns = 0
+        for tokens, rows in _split(n, self.tokens):
+            for width, blocks in _split(columns, self.columns):
+                part = -(-tokens // parts)
+                dz = parts * _turns(part, width, multiprocessors) * hidden_size
+                d_hidden = _turns(tokens, hidden_size, multiprocessors) * width
+                d_weight = _turns(width, hidden_size, multiprocessors) * tokens
+                turns += rows * blocks * (dz + d_hidden + d_weight)
+        sums = n * (-(-columns // self.columns) - 1) + columns * (-(-n // self.tokens) - 1)
+        return turns * multiprocessors * 2 * COLUMNS * PAIR + sums * 8 * hidden_size * BALANCE
 
     def of_tokens(self, n: int) -> list[tuple[int, int]]:
         return [(start, min(start + self.tokens, n)) for start in range(0, n, self.tokens)]
 
     def of_columns(self, start: int, stop: int) -> list[tuple[int, int]]:
         return [(first, min(first + self.columns, stop)) for first in range(start, stop, self.columns)]
+
+
+def _split(total: int, size: int) -> list[tuple[int, int]]:
+    """Sizes that a total is cut into, each with how often it occurs."""
+    return [(each, times) for each, times in ((size, total // size), (total % size, 1)) if each and times]
+
+
+def _turns(rows: int, columns: int, multiprocessors: int) -> int:
+    """How often all multiprocessors take up a tile of a product, laid the better way."""
+    down, across = (-(-rows // a) * -(-columns // b) for a, b in ((COLUMNS, PAIR), (PAIR, COLUMNS)))
+    return -(-min(down, across) // multiprocessors)

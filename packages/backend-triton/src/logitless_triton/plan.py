@@ -72,14 +72,18 @@ class Plan:
 def plan(request: Request, keep_bytes: int = 0) -> Plan:
     """The plan of a request, from the arithmetic that the call itself uses."""
     operand = torch.promote_types(request.hidden_dtype, request.weight_dtype)
-    tiles = config_for(device_facts(request.device), operand, request.hidden_size)
+    device = device_facts(request.device)
+    tiles = config_for(device, operand, request.hidden_size)
     tiles = tiles.holding if request.kept_set or request.best else tiles
     width, n, columns = tiles.forward.columns, request.n_tokens, request.vocab_rows
     length = kept_length(request, keep_bytes) if keep_bytes else 0
     mode = mode_of(length)
     kept = min(columns, width * tiles_that_fit(length, n, width, operand.itemsize, mode, columns))
-    scaled = operand == torch.float16
-    blocks = Blocks.plan(n, columns - kept, request.hidden_size, operand.itemsize, request.workspace_bytes, scaled)
+    blocks = Blocks.plan(
+        *(n, columns - kept, request.hidden_size, operand.itemsize, request.workspace_bytes),
+        scaled=operand == torch.float16,
+        multiprocessors=device.multiprocessors,
+    )
     vocab_size = columns * request.group_size
     chunk, keeps = single_pass_chunk(n, vocab_size, width, operand, request.workspace_bytes)
     rows = partials_rows(vocab_size, width, request.workspace_bytes)

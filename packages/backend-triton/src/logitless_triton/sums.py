@@ -14,6 +14,7 @@ from torch import Tensor
 
 from logitless.collectives import all_reduce
 from logitless.types import Gradients, Needs
+from logitless_triton.layout import Blocks
 from logitless_triton.rounding import rounded
 from logitless_triton.rows import Rows, Work
 
@@ -111,6 +112,16 @@ class Sums:
     def tiled(self, token_blocks: int) -> bool:
         """Whether d_weight's columns are summed in a tile before they are put in place."""
         return self.weight is not None and (self.scaled or (self.direct and token_blocks > 1))
+
+    def blocks(self, tokens: int, columns: int, item: int, parts: int = 1) -> Blocks:
+        """How dz of so many tokens and columns is cut, as `Blocks.plan` has it."""
+        p, size, multiprocessors = self.work.problem, self.work.head.hidden_size, self.work.device.multiprocessors
+        return Blocks.plan(
+            *(tokens, columns, size, item, p.workspace_bytes),
+            scaled=self.tiled(1),
+            multiprocessors=multiprocessors,
+            parts=parts,
+        )
 
     def begin_pass(self, dz_scale: Tensor | None) -> None:
         """Before the blocks of columns of some tokens."""
