@@ -162,7 +162,7 @@ def held_rows(n: int, vocab_size: int, width: int, workspace_bytes: int, *, shor
 COLUMNS = 128  # of a block, at least; and what is kept of a divergence comes in as many
 PAIR = 2 * COLUMNS  # what a block's columns are a multiple of where they can: the products' tiles are as wide
 MOST = 8192  # tokens that are never cut into blocks
-BALANCE = 64  # operations of the tensor cores in the time that a byte of such a sum takes, on an H200
+BALANCE = 128  # operations of the tensor cores in the time of a byte of memory, about, on an H200
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,8 +206,9 @@ class Blocks:
         for count in range(1, 1 + -(-n // MOST)):
             tokens = n if count == 1 else -(-n // (count * COLUMNS)) * COLUMNS
             most = fitting(tokens) // PAIR * PAIR
-            least = max(most // 2, min(whole, 4 * PAIR))
-            found += [cls(tokens, width) for width in range(most, least - 1, -PAIR)]
+            if most >= min(whole, 4 * PAIR):
+                fewest = -(-whole // most)
+                found += [cls(tokens, -(-whole // (PAIR * blocks)) * PAIR) for blocks in range(fewest, 2 * fewest + 1)]
         if found:
             return min(found, key=lambda blocks: blocks._cost(n, columns, hidden_size, multiprocessors, parts))
         while fitting(tokens) < 4 * PAIR and tokens > 16:
