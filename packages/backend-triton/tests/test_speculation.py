@@ -13,6 +13,7 @@ from logitless._live import Live
 from logitless.errors import InvalidInputError
 from logitless.testing.example import Example, random_example
 from logitless.testing.tolerance import check_gradients, check_results
+from logitless_triton import forward, held
 from logitless_triton.rounding import multiply_
 
 HAS_GPU = torch.cuda.is_available()
@@ -44,6 +45,31 @@ def test_speculation_changes_nothing(options: dict[str, Any], ignored: bool) -> 
     if not options.get("entropy_grad", True):
         example = replace(example, grad_entropy=torch.zeros_like(example.grad_entropy))
     check_results(example.run(backend="triton", **options), example)
+
+
+@pytest.mark.usefixtures("speculating")
+@pytest.mark.parametrize("ignored", [False, True], ids=["all-live", "some-ignored"])
+@pytest.mark.parametrize(
+    "asked", [{"top_k": 5}, {"top_p": 0.9}, {"stats": ("sum_sq_probs",)}, {}], ids=["k", "p", "stats", "labels"]
+)
+def test_logits_that_were_not_made_are_not_looked_at(
+    asked: dict[str, Any], ignored: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A first kernel is launched; what reads the logits that it holds waits, and runs for live tokens alone."""
+    example, events = example_of(ignored), []
+    if not asked:
+        example = replace(example, labels=example.labels.unsqueeze(1).expand(-1, 2))
+    scan, gather = forward.scan, torch.Tensor.gather
+    for module in (forward, held):
+        monkeypatch.setattr(module, "scan", lambda work, rows, *a: (events.append(rows.count), scan(work, rows, *a)))
+    monkeypatch.setattr(torch.Tensor, "gather", lambda x, *a: (events.append("read"), gather(x, *a))[1])
+    unspeculated = example.score(backend="triton", validate=False, **asked)
+    before, events[:] = list(events), []
+    out = example.score(backend="triton", **asked)
+    live = int((example.labels != -100).reshape(40, -1).any(1).sum())
+    assert before == [40, "read"]
+    assert events == ([40, live, "read"] if ignored else [40, "read"])
+    assert torch.equal(out.log_probs, unspeculated.log_probs)
 
 
 @pytest.mark.usefixtures("speculating")

@@ -31,11 +31,16 @@ class Speculates(ReferenceBackend):
     name = "speculates"
     speculates = True
 
-    def __init__(self) -> None:
+    def __init__(self, settles: bool = False) -> None:
+        self.settles = settles
         self.counts: list[torch.Tensor | None] = []
+        self.settled = 0
 
     def forward(self, problem: Problem, *, entropy: bool, entropy_grad: bool, kept_shape: tuple[int, ...]) -> Forwarded:
         self.counts.append(problem.live_count)
+        if self.settles and problem.settle is not None:
+            problem.settle()
+            self.settled += 1
         problem = replace(problem, labels=problem.labels.clamp(0))
         return super().forward(problem, entropy=entropy, entropy_grad=entropy_grad, kept_shape=kept_shape)
 
@@ -84,22 +89,21 @@ def test_a_speculated_single_pass_raises_before_its_loss_is_run() -> None:
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("ignored", [False, True], ids=["all-live", "some-ignored"])
 @pytest.mark.parametrize("asked", [{"stats": ("mean_logit",)}, {"top_k": 3}, {}], ids=["stats", "kept-set", "labels"])
-def test_only_a_plain_call_is_speculated(asked: dict[str, Any]) -> None:
-    example, backend = small(), Speculates()
+def test_a_backend_may_settle_it_in_the_middle(asked: dict[str, Any], ignored: bool) -> None:
+    """What comes after is run for live tokens alone: once, with all of them or with some."""
+    example, backend = small(ignored=ignored), Speculates(settles=True)
     labels = example.labels if asked else example.labels.unsqueeze(1).expand(-1, 2)
+    example = replace(example, labels=labels)
+    with installed(ReferenceBackend(), alone=True):
+        plain = example.score(**asked)
     with installed(backend, alone=True):
-        out = replace(example, labels=labels).score(**asked)
-    assert backend.counts == [None]
+        out = example.score(**asked)
+    assert torch.equal(out.log_probs, plain.log_probs)
     assert (out.stats is not None) == ("stats" in asked)
-
-
-@pytest.mark.usefixtures("as_on_a_gpu")
-def test_a_single_pass_over_a_kept_set_is_not_speculated() -> None:
-    fresh, backend = small().fresh(), Speculates()
-    with installed(backend, alone=True):
-        linear_policy_loss(fresh.hidden, fresh.head, fresh.labels, lambda scores, index: scores.log_probs, top_k=3)
-    assert backend.counts == [None]
+    assert len(backend.counts) == (2 if ignored else 1)
+    assert backend.settled == (0 if ignored else 1)
 
 
 def test_on_a_cpu_nothing_is_speculated() -> None:

@@ -190,11 +190,13 @@ def held_pass(held: Held, rows: Rows, scores: HeldScores, start: int) -> None:
     if work.truncated:
         rows = rows.with_factors(scores.f[span])
         parts, mine, whole = held.partials(rows)
+        work.settle()
         scores.top[:, span] = whole[:2, : rows.count]
         _find(held, rows, (parts, mine, whole[:, : rows.count]), scores.threshold[span], own)
     else:
         one = rows if rows.labels.ndim == 1 else rows.with_labels(rows.labels[:, 0].contiguous())
         forward_pass(work, one, held.kept(rows), scores.plain, start)
+        work.settle()
         scores.top[:, span] = scores.plain.stats[:2, span]
         scores.top[1, span].exp2_()
         if "sum_sq_probs" in p.stats:

@@ -175,6 +175,11 @@ class Work:
             "num_stages": tile.stages,
         }
 
+    def settle(self) -> None:
+        """Before logits that are held are looked at again: were they made at all?"""
+        if self.problem.settle is not None:
+            self.problem.settle()
+
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Uninitialised memory on the problem's device."""
         return self.problem.hidden.new_empty(shape, dtype=dtype)

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from logitless._live import Live
+from logitless._live import Live, SomeIgnored
 from logitless._registry import BACKENDS, choose_backend, load, requested_backend
 from logitless._transforms import refuse_transforms
 from logitless._validate import check_call, check_kept
@@ -23,7 +23,7 @@ from logitless.errors import InputTypeError
 from logitless.head import LMHead
 from logitless.types import Backend, Problem, Request
 
-__all__ = ["FIRST_ONLY", "Call", "SomeIgnored", "make_call", "spread"]
+__all__ = ["FIRST_ONLY", "Call", "make_call", "spread"]
 
 FIRST_ONLY = (
     "logitless gives first derivatives only: got a backward through the backward (create_graph=True), expected "
@@ -32,10 +32,6 @@ FIRST_ONLY = (
 
 
 Found = TypeVar("Found")
-
-
-class SomeIgnored(Exception):
-    """Out of a backend that began before the host knew, as if no token were ignored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,21 +134,20 @@ class Call:
                 agreement = Agreement(group, {"op": op, **self.facts, **more}, span, self.vocab_size)
         return Live(self.labels, self.temperature, self.ignore_index, self.vocab_size, self.validate, agreement)
 
-    def solved(self, live: Live, solve: Callable[[bool], Found], wanted: Sequence[str] = ()) -> Found:
-        """What `solve` makes of the call: before the host knows, as if every token were live (True), or of those.
+    def solved(self, live: Live, solve: Callable[[Problem], Found], stats: tuple[str, ...] = ()) -> Found:
+        """What `solve` makes of the problem: before the host knows, as if every token were live, or of those.
 
-        The wait comes last: what is done before it, the device's work hides. A `solve` that cannot put it off raises
-        `SomeIgnored` where some tokens are.
+        The wait comes last: what is done before it, the device's work hides. A `solve` that cannot put it off settles
+        it earlier.
         """
-        # Of a plain call only: what else looks at logits again would not leave at once, and gains little.
-        plain = not (wanted or self.truncated or self.labels.ndim == 2)
-        if plain and live.on_device is not None and getattr(self.plugin, "speculates", False):
+        if live.on_device is not None and getattr(self.plugin, "speculates", False):
+            found: Found | None = None
             with suppress(SomeIgnored):
-                found = solve(True)
-                if live.indices is None:
-                    return found
-                del found  # its memory first
-        return solve(False)
+                found = solve(self.problem(None, live, stats=stats))
+                live.settle()
+                return found
+            del found  # its memory first
+        return solve(self.problem(live.indices, stats=stats))
 
     @property
     def facts(self) -> dict[str, object]:
@@ -177,12 +172,12 @@ class Call:
     def problem(
         self,
         live: Tensor | None,
-        live_count: Tensor | None = None,
+        ahead: Live | None = None,
         *,
         last: bool = False,
         stats: tuple[str, ...] = (),
     ) -> Problem:
-        """What the backend solves, for the live tokens' indices [n]; None: all."""
+        """What the backend solves, for the live tokens' indices [n]; None: all, or `ahead` of what they are."""
         labels, dead = self.labels, None if self.validate else self.labels == self.ignore_index
         if not self.validate:
             labels = labels.clamp(0, self.vocab_size - 1)
@@ -211,7 +206,8 @@ class Call:
             workspace_bytes=self.workspace_bytes,
             group=self.process_group,
             reduce_hidden_grad=self.reduce_hidden_grad,
-            live_count=live_count,
+            live_count=None if ahead is None else ahead.on_device,
+            settle=None if ahead is None else ahead.settle,
             last=last,
             top_k=self.top_k,
             top_p=self.top_p,

@@ -13,13 +13,17 @@ from torch import Tensor
 from logitless._validate import check_facts, value_facts
 from logitless.collectives import Agreement
 
-__all__ = ["Live"]
+__all__ = ["Live", "SomeIgnored"]
 
 
 FACTS = (
     *("live labels", "least label", "greatest label", "bad temperatures"),
     *("checksum of labels", "checksum of temperatures"),
 )
+
+
+class SomeIgnored(Exception):
+    """Out of a backend that began before the host knew, as if no token were ignored."""
 
 
 class Live:
@@ -96,6 +100,11 @@ class Live:
             self._read()
         assert self._known is not None
         return self._known
+
+    def settle(self) -> None:
+        """Wait, and raise `SomeIgnored` where some are."""
+        if self.indices is not None:
+            raise SomeIgnored
 
     @cached_property
     def indices(self) -> Tensor | None:

@@ -21,7 +21,7 @@ from logitless._arithmetic import plain_arithmetic
 from logitless._call import FIRST_ONLY, Call, spread
 from logitless._live import Live
 from logitless.errors import UnsupportedError
-from logitless.types import STATS, Forwarded, Gradients, Needs
+from logitless.types import STATS, Forwarded, Gradients, Needs, Problem
 
 __all__ = ["linear_log_probs_op", "scores"]
 
@@ -45,12 +45,9 @@ def _asked(call: Call, entropy: bool, entropy_grad: bool, wanted: Sequence[str])
     return call.live("linear_log_probs", entropy=entropy, entropy_grad=entropy_grad, stats=tuple(wanted))
 
 
-def _forward(
-    call: Call, live: Live, ahead: bool, entropy: bool, entropy_grad: bool, keep_bytes: int, wanted: Sequence[str]
-) -> Forwarded:
-    """Scores of all N tokens, and the statistics that are wanted; `ahead` as `Call.solved` has it."""
-    kept_shape = call.kept_shape(entropy, entropy_grad, keep_bytes, wanted)
-    problem = call.problem(None, live.on_device) if ahead else call.problem(live.indices, stats=tuple(wanted))
+def _forward(call: Call, problem: Problem, entropy: bool, entropy_grad: bool, keep_bytes: int) -> Forwarded:
+    """Scores of all N tokens, and the statistics that are wanted."""
+    kept_shape = call.kept_shape(entropy, entropy_grad, keep_bytes, problem.stats)
     with plain_arithmetic(call.hidden.device):
         out = call.plugin.forward(problem, entropy=entropy, entropy_grad=entropy_grad, kept_shape=kept_shape)
     n_tokens, index = call.labels.shape[0], problem.live
@@ -85,10 +82,10 @@ def linear_log_probs_op(*args: Any) -> tuple[Tensor, ...]:
     call, (entropy, entropy_grad, keep_bytes, wanted) = Call(*args[:_SIZE]), args[_SIZE:]
     live = _asked(call, entropy, entropy_grad, wanted)
 
-    def solve(ahead: bool) -> Forwarded:
-        return _forward(call, live, ahead, entropy, entropy_grad, keep_bytes, wanted)
+    def solve(problem: Problem) -> Forwarded:
+        return _forward(call, problem, entropy, entropy_grad, keep_bytes)
 
-    out = call.solved(live, solve, wanted)
+    out = call.solved(live, solve, tuple(wanted))
     extras = out.log_probs.new_empty(0, call.labels.shape[0]) if out.extras is None else out.extras
     assert out.entropy is not None
     return out.log_probs, out.entropy, out.stats, *_order(call, live.indices), out.kept, extras
@@ -218,10 +215,10 @@ class _Plain(Function):
 
     @staticmethod
     def forward(ctx: Any, call: Call, options: tuple[Any, ...], *_: Any) -> tuple[Tensor, Tensor, Tensor | None]:
-        live, ahead, *asked, grad_buffer = options
-        out, args = _forward(call, live, ahead, *asked), call.args
+        problem, grad_buffer, *asked = options
+        out, args = _forward(call, problem, *asked), call.args
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*args[:_TENSORS], out.stats, None if ahead else live.indices, out.kept)
+        ctx.save_for_backward(*args[:_TENSORS], out.stats, problem.live, out.kept)
         # grad_buffer isn't saved: one backward may write it before another's has run
         ctx.numbers, ctx.grad_buffer, ctx.spent = args[_TENSORS:], grad_buffer, False
         if out.extras is not None:
@@ -287,8 +284,8 @@ def scores(
     else:
         live = _asked(call, entropy, entropy_grad, wanted)
 
-        def solve(ahead: bool) -> Any:
-            asked = (live, ahead, *options, wanted, grad_buffer)
+        def solve(problem: Problem) -> Any:
+            asked = (problem, grad_buffer, *options)
             return _Plain.apply(call, asked, *call.differentiable)  # type: ignore[no-untyped-call]
 
         log_probs, entropies, extras = call.solved(live, solve, wanted)

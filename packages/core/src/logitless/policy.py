@@ -16,12 +16,11 @@ from torch import Tensor
 from torch.autograd import Function
 
 from logitless._arithmetic import plain_arithmetic
-from logitless._call import FIRST_ONLY, Call, SomeIgnored, make_call, spread
-from logitless._live import Live
+from logitless._call import FIRST_ONLY, Call, make_call, spread
 from logitless._ops import _batched
 from logitless.errors import InputTypeError, InvalidInputError, LogitlessError, UnsupportedError
 from logitless.head import LMHead
-from logitless.types import Needs, PolicyResult, TokenLogProbs
+from logitless.types import Needs, PolicyResult, Problem, TokenLogProbs
 
 __all__ = ["LossFn", "linear_policy_loss"]
 
@@ -84,9 +83,9 @@ class _ChunkLoss:
     """
 
     def __init__(
-        self, call: Call, live: Live, order: Tensor, loss_fn: LossFn, entropy_grad: bool, with_grad: bool
+        self, call: Call, problem: Problem, order: Tensor, loss_fn: LossFn, entropy_grad: bool, with_grad: bool
     ) -> None:
-        self.call, self.live, self.order, self.loss_fn = call, live, order, loss_fn
+        self.call, self.settle, self.order, self.loss_fn = call, problem.settle, order, loss_fn
         self.entropy_grad, self.with_grad = entropy_grad, with_grad
         self.parts: list[Tensor] = []
 
@@ -98,8 +97,8 @@ class _ChunkLoss:
         return total
 
     def __call__(self, log_probs: Tensor, entropy: Tensor | None, tokens: range) -> tuple[Tensor, Tensor | None] | None:
-        if self.live.count != self.order.shape[0]:  # here the host waits, no sooner than `loss_fn` has to run
-            raise SomeIgnored
+        if self.settle is not None:  # here the host waits, no sooner than `loss_fn` has to run
+            self.settle()
         index = self.order[tokens.start : tokens.stop]
         ignored = None
         if not self.call.validate:  # nothing was compacted: what the loss says of ignored tokens is dropped
@@ -169,10 +168,9 @@ class _PolicyLoss(Function):
         gradients = (with_grad, settings["entropy_grad"], call.reduce_hidden_grad and (needs[0], needs[3]))
         live, n_tokens = call.live("linear_policy_loss", entropy=entropy, gradients=gradients), call.labels.shape[0]
 
-        def solve(ahead: bool) -> tuple[PolicyResult, Tensor]:
-            problem = call.problem(None, live.on_device) if ahead else call.problem(live.indices)
+        def solve(problem: Problem) -> tuple[PolicyResult, Tensor]:
             order = torch.arange(n_tokens, device=call.labels.device) if problem.live is None else problem.live
-            token_loss = _ChunkLoss(call, live, order, settings["loss_fn"], settings["entropy_grad"], with_grad)
+            token_loss = _ChunkLoss(call, problem, order, settings["loss_fn"], settings["entropy_grad"], with_grad)
             options = {"entropy": entropy, "needs": Needs(*needs), "grad_buffer": grad_buffer}
             with plain_arithmetic(call.hidden.device):
                 return call.plugin.policy_loss(problem, token_loss=token_loss, **options), token_loss.total()

@@ -131,9 +131,9 @@ class Problem:
     nothing may be compacted (`validate=False`): a mask of the tokens whose hidden state must be read as zero, so
     that garbage in it reaches neither an output nor a gradient.
 
-    `live_count` comes only to a backend whose `speculates` is True, and without a kept set, several labels and stats:
-    the problem is stated as if all N tokens were live, before the host knows; labels may then hold anything. Where it
-    holds less than N, the result is thrown away, so a kernel may leave at once.
+    `live_count` comes only to a backend whose `speculates` is True: the problem is stated as if all N tokens were live,
+    before the host knows; labels may then hold anything. Where it holds less than N, the result is thrown away, so a
+    kernel may leave at once; `settle`, which a forward may call once its first kernels are launched, ends the call.
 
     With `top_k` or `top_p`, what is scored is the distribution over the tokens that `logitless.reference.keep` keeps;
     a label that is not among them is scored as if it alone were added. Labels [N, K] are K tokens to score for each
@@ -158,6 +158,7 @@ class Problem:
     group: Any = None  # the torch.distributed group whose ranks share the vocabulary
     reduce_hidden_grad: bool = True  # sum d_hidden and d_lora_u over the group
     live_count: Tensor | None = None  # [] int64, on the device
+    settle: Callable[[], None] | None = None  # waits until the host knows, and raises if some token is not live
     last: bool = False  # of a backward: no other will read what was kept, so it may be overwritten
     top_k: int | None = None  # less than vocab_size
     top_p: float | None = None  # less than 1
