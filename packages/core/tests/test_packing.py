@@ -333,6 +333,8 @@ def test_gradients_flow_through_pack_and_unpack() -> None:
         (lambda: PackedBatch.from_padded(IDS, ONES, align=0), InvalidInputError, "align: got 0"),
         (lambda: PackedBatch.from_padded(IDS, ONES, align=True), InvalidInputError, "align: got True"),
         (lambda: PackedBatch.from_padded(IDS, ONES, loss_mask=ONES[0]), InvalidInputError, "loss_mask: got (3,)"),
+        (lambda: PackedBatch.from_padded(IDS, ONES, loss_mask=ONES / 2), InvalidInputError, "loss_mask: got 0.5, expe"),
+        (lambda: PackedBatch.from_sequences([[1]], loss_mask=[[0.5]]), InvalidInputError, "loss_mask: got 0.5, expe"),
         (
             lambda: PackedBatch.from_padded(IDS, ONES.to("meta")),
             InvalidInputError,

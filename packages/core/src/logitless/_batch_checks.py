@@ -1,4 +1,4 @@
-"""What a packed batch is made of: types, shapes and devices; reads no tensor's values."""
+"""What a packed batch is made of: types, shapes and devices; of values it reads a float loss mask's alone."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ __all__ = [
     "check_ids",
     "check_int",
     "check_like",
+    "check_loss_mask",
     "check_rows",
     "check_tensor",
 ]
@@ -101,6 +102,17 @@ def check_like(name: str, x: Tensor, ids: Tensor) -> None:
         raise InvalidInputError(f"{name}: got {got}, expected shape {tuple(ids.shape)}, that of input_ids")
     if x.device != ids.device:
         raise InvalidInputError(f"{name}: is on {x.device}, input_ids on {ids.device}; move one of them")
+
+
+def check_loss_mask(loss_M: Tensor) -> None:
+    """Of floats, which may be weights, the values are looked at: another copy to the host."""
+    if loss_M.is_floating_point():
+        odd_M = (loss_M != 0) & (loss_M != 1)
+        if odd_M.any():
+            raise InvalidInputError(
+                f"loss_mask: got {float(loss_M[odd_M][0])}, expected 0 or 1 for each token; pass loss_mask != 0, and "
+                "multiply the loss by the weights, which PackedBatch.pack brings into its order"
+            )
 
 
 def check_flat(name: str, x: Tensor | None, ids_M: Tensor, most: int = 1) -> None:

@@ -1,7 +1,8 @@
 """Many sequences in one row of tokens without padding, and the way back to where they came from.
 
 Labels are made here, before anything is cut: shift first, then pack, then shard, so that no label ever crosses a
-sequence's or a shard's border. No loop over tokens; one device-to-host copy when a batch is made.
+sequence's or a shard's border. No loop over tokens; one device-to-host copy when a batch is made, two with a
+`loss_mask` of floats.
 
 Shape suffixes: B sequences, S columns of a padded layout, M true tokens, T packed tokens (alignment padding included),
 P = T / size tokens of a shard.
@@ -16,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from logitless._batch_checks import check_align, check_gathered, check_int, check_rows
+from logitless._batch_checks import check_align, check_gathered, check_int, check_loss_mask, check_rows
 from logitless._origin import Origin, TrueTokens, listed_tokens, nested_tokens, padded_tokens
 from logitless._segments import (
     Scheme,
@@ -112,7 +113,8 @@ class PackedBatch:
         Args:
             input_ids: [B, S] integers.
             attention_mask: [B, S], 1 at tokens.
-            loss_mask: [B, S] aligned with tokens: 0 at t means that token t is not scored.
+            loss_mask: [B, S] aligned with tokens: 0 at t means that token t is not scored. Of floats, 0 and 1 alone:
+                weights belong to the loss.
             position_ids: [B, S], or [3, B, S], [4, B, S]; by default each sequence counts from 0.
             align: each sequence is padded to a multiple of this.
         """
@@ -341,6 +343,7 @@ def _build(tokens: TrueTokens, align: int) -> PackedBatch:
     label_M = torch.full_like(ids_M, IGNORE_INDEX, dtype=torch.int64)
     label_M[:-1] = ids_M[1:]
     if loss_M is not None:
+        check_loss_mask(loss_M)
         label_M[:-1] = label_M[:-1].masked_fill(loss_M[1:] == 0, IGNORE_INDEX)
     label_M.index_fill_(0, last_tokens(lengths, device), IGNORE_INDEX)
 
