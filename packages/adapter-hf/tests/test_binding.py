@@ -222,6 +222,19 @@ def test_what_scores_take_is_not_swallowed_where_none_are_asked(
     model.generate(tokens, max_new_tokens=2, do_sample=True, temperature=0.7, top_k=3, pad_token_id=0)
 
 
+@pytest.mark.parametrize("asked", [{"return_log_probs": True}, {}], ids=str)
+@pytest.mark.parametrize(
+    ("name", "meant"), [("temperatur", "temperature"), ("return_logprobs", "return_log_probs"), ("topk", "top_k")]
+)
+def test_a_misspelt_keyword_is_not_swallowed(
+    name: str, meant: str, asked: dict[str, Any], make_model: Any, tokens: Tensor
+) -> None:
+    model = bind(make_model())
+    with pytest.raises(InvalidInputError, match=f"{name}: got a keyword .* expected {meant}"):
+        model(tokens, **asked, **{name: 2})
+    assert model(tokens, num_items_in_batch=4, **asked) is not None
+
+
 def test_a_meta_model_is_examined_at_its_first_call(make_model: Any, tokens: Tensor, check: Any) -> None:
     full = make_model("gemma2")
     with torch.device("meta"):

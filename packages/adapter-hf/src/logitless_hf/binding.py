@@ -6,6 +6,7 @@ one made by `functools.wraps` would be stripped by accelerate; a patch of the cl
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ from torch import nn
 from logitless.errors import InputTypeError, InvalidInputError, UnsupportedError
 from logitless_hf.head import has_weights
 from logitless_hf.outputs import CausalLMOutputForPPO, for_ddp, unrounded
-from logitless_hf.scoring import HeadReport, examine, scored_forward, valued_forward
+from logitless_hf.scoring import OPTIONS, HeadReport, examine, scored_forward, valued_forward
 from logitless_hf.traffic import passing
 
 __all__ = ["Binding", "bind", "bind_always", "binding_of", "inspect_head", "is_bound_class", "unbind"]
@@ -64,6 +65,8 @@ def bound_class(base: Any) -> Any:
         binding = binding_of(self)
         if binding is None:  # built from the class of a bound model, or unbound under a wrapper of this forward
             return base.forward(self, *args, **kwargs)
+        if not binding.generating and not torch.compiler.is_compiling():
+            _check_spelling(tuple(name for name in kwargs if name not in parameters))
         asked = kwargs.pop("return_log_probs", binding.always and not binding.generating)
         with passing(self, scoring=asked):
             if not asked:
@@ -109,6 +112,16 @@ def bound_class(base: Any) -> Any:
     if hasattr(base, "generate"):
         namespace["generate"] = _like(generate, base.generate)
     return type(base)(base.__name__, (base,), namespace)
+
+
+@functools.cache
+def _check_spelling(names: tuple[str, ...]) -> None:
+    """Of keywords that the family's forward does not name: with `**kwargs` it swallows any."""
+    known = ("return_log_probs", *OPTIONS)
+    for name in names:
+        meant = [] if name in known else difflib.get_close_matches(name, known, n=1, cutoff=0.85)
+        if meant:
+            raise InvalidInputError(f"{name}: got a keyword that the model does not name, expected {meant[0]}, or none")
 
 
 def _check_unasked(given: list[str]) -> None:
