@@ -15,7 +15,8 @@ from logitless.types import STATS
 __all__ = ["check_call", "check_facts", "check_kept", "check_stats", "mask_labels", "value_facts"]
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-SMALLEST, LARGEST = 1e-30, 1e30  # of temperatures and caps
+SMALLEST, LARGEST = 1e-30, 1e30  # of temperatures
+FACTOR = 1e8  # the largest scale and softcap: divided by SMALLEST it is float32
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -47,13 +48,13 @@ def _shape(name: str, value: Tensor, expected: tuple[int, ...], why: str) -> Non
         raise InvalidInputError(f"{name}: got shape {tuple(value.shape)}, expected {expected} ({why})")
 
 
-def _positive(name: str, value: object) -> None:
+def _positive(name: str, value: object, largest: float) -> None:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise InputTypeError(f"{name}: got {type(value).__qualname__}, expected a positive number")
-    if not SMALLEST <= value <= LARGEST:  # type: ignore[operator]  # a Real compares with floats, without overflow
+    if not SMALLEST <= value <= largest:  # type: ignore[operator]  # a Real compares with floats, without overflow
         raise InvalidInputError(
-            f"{name}: got {value}, expected a positive finite number, from {SMALLEST} to {LARGEST}, so that it "
-            f"and its inverse are float32"
+            f"{name}: got {value}, expected a positive finite number, from {SMALLEST} to {largest}, so that "
+            "what is multiplied and divided by it stays float32"
         )
 
 
@@ -76,10 +77,10 @@ def _check_head(head: LMHead, device: torch.device, hidden_size: int, leading: t
         _shape("head.bias", _tensor("head.bias", head.bias, device, FLOATS), (rows,), "one for each vocab row")
     if isinstance(head.scale, bool) or not isinstance(head.scale, Real):
         raise InputTypeError(f"head.scale: got {type(head.scale).__qualname__}, expected a number")
-    if not -LARGEST <= head.scale <= LARGEST:
-        raise InvalidInputError(f"head.scale: got {head.scale}, expected a finite number, at most {LARGEST} either way")
+    if not -FACTOR <= head.scale <= FACTOR:
+        raise InvalidInputError(f"head.scale: got {head.scale}, expected a finite number, at most {FACTOR} either way")
     if head.softcap is not None:
-        _positive("head.softcap", head.softcap)
+        _positive("head.softcap", head.softcap, FACTOR)
     for name, value, least in (("vocab_size", head.vocab_size, 1), ("vocab_start", head.vocab_start, 0)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, (int, torch.SymInt))):
             raise InputTypeError(f"head.{name}: got {type(value).__qualname__}, expected an int or None")
@@ -154,7 +155,7 @@ def check_call(
         if temperature.requires_grad:
             raise InvalidInputError("temperature: requires grad, but no gradient is given for it; detach it")
     else:
-        _positive("temperature", temperature)
+        _positive("temperature", temperature, LARGEST)
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
         raise InputTypeError(f"ignore_index: got {type(ignore_index).__qualname__}, expected an int")
     if not -(1 << 63) <= ignore_index < 1 << 63:
