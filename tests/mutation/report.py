@@ -57,7 +57,8 @@ def page(
         "",
         "Written by the script of `nox -s mutation`: faults planted at random places of core, both backends and "
         f"packing by cosmic-ray {version('cosmic-ray')}, with torch {torch.__version__} on the CPU (Triton's kernels "
-        f"in its interpreter), sources of commit {sample['commit'][:12]}.",
+        f"in its interpreter), sources of commit {sample['commit'][:12]}, "
+        "whose line numbers the tables have.",
         "",
         f"**{killed} of {len(results)} mutants killed, {killed / max(len(results), 1):.1%}.** {len(alive)} survived, "
         f"of which {len(alike)} are equivalent: they change nothing that a test could see. Of the others "
