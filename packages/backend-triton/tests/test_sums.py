@@ -12,8 +12,9 @@ import torch
 
 from logitless.testing.example import random_example
 from logitless.testing.tolerance import check_gradients, check_results
-from logitless_triton import sums
+from logitless_triton import backward, sums
 from logitless_triton.layout import Blocks
+from logitless_triton.rows import Work
 from logitless_triton.sums import matmul
 
 HAS_GPU = torch.cuda.is_available()
@@ -42,6 +43,31 @@ def test_nan_does_not_take_small_fp16_gradients_with_it() -> None:
     assert got is not None
     assert bool(got[0].isnan().all())
     torch.testing.assert_close(got[1:], want[1:], rtol=1e-2, atol=1e-3 * float(want.abs().max()))
+
+
+@pytest.mark.parametrize("entropy_grad", [True, False])
+def test_the_first_product_does_not_wait_for_d_weight_to_be_made(
+    entropy_grad: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device would wait with it, where the tokens are few."""
+    example = random_example(20, dtype=torch.float32, device=DEVICE, ignored=False)
+    events: list[object] = []
+    empty = Work.empty
+
+    def making(work: Work, *shape: int, **options: Any) -> torch.Tensor:
+        events.append(shape)
+        return empty(work, *shape, **options)
+
+    def multiplying(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, **options: Any) -> None:
+        events.append("product")
+        matmul(a, b, out, **options)
+
+    monkeypatch.setattr(Work, "empty", making)
+    for module in (sums, backward):
+        monkeypatch.setattr(module, "matmul", multiplying)
+    example.run(backend="triton", keep_bytes=1 << 30, entropy_grad=entropy_grad)
+    assert events.count("product") == 2
+    assert events.index("product") < events.index(tuple(example.head.weight.shape))
 
 
 @pytest.mark.parametrize("keep_bytes", [0, 1 << 30])

@@ -83,23 +83,27 @@ def trying(config: Config) -> Iterator[None]:
         _trial.pop()
 
 
+# Made once: a small call's backward waits for each microsecond of the host.
+_INTERPRETED = Tile(64, 128, 32, warps=1, stages=1, per_sm=2)
+# IEEE products run on the plain cores: a small tile, whatever the architecture.
+_IEEE = Tile(64, 64, 32, warps=4, stages=2, per_sm=2)
+# Measured on an H200. Two programs of 128×128 hide their epilogues under each other's products, which weighs most where
+# D is small; one of 128×256 reads less into the chip, so that a card at its power limit keeps a higher clock. Held
+# logits are an epilogue that weighs much.
+_PAIR = Tile(128, 128, 64, warps=4, stages=3, per_sm=2)
+_WIDE = Tile(128, 256, 64, warps=8, stages=3, per_sm=1)
+# Not measured. Three stages of 128×128×32 take 48 KB, which fits every Ampere and Ada card.
+_AMPERE = Tile(128, 128, 32, warps=4, stages=3, per_sm=2)
+
+
 def config_for(device: Device, dtype: torch.dtype, hidden_size: int) -> Config:
     """The tiles for operands of a dtype and a hidden size."""
     if _trial:
         return _trial[-1]
     if device.capability == INTERPRETED:
-        tile = Tile(64, 128, 32, warps=1, stages=1, per_sm=2)
-        return Config(tile, tile, tile)
-    if dtype == torch.float32:  # IEEE products run on the plain cores: a small tile, whatever the architecture
-        tile = Tile(64, 64, 32, warps=4, stages=2, per_sm=2)
-        return Config(tile, tile, tile)
-    if device.has_tma:  # measured on an H200
-        # Two programs of 128×128 hide their epilogues under each other's products, which weighs most where D is small;
-        # one of 128×256 reads less into the chip, so that a card at its power limit keeps a higher clock. Held logits
-        # are an epilogue that weighs much.
-        pair = Tile(128, 128, 64, warps=4, stages=3, per_sm=2)
-        wide = Tile(128, 256, 64, warps=8, stages=3, per_sm=1)
-        return Config(wide if hidden_size >= 3584 else pair, wide if hidden_size >= 2048 else pair, pair)
-    # Not measured. Three stages of 128×128×32 take 48 KB, which fits every Ampere and Ada card.
-    tile = Tile(128, 128, 32, warps=4, stages=3, per_sm=2)
-    return Config(tile, tile, tile)
+        return Config(_INTERPRETED, _INTERPRETED, _INTERPRETED)
+    if dtype == torch.float32:
+        return Config(_IEEE, _IEEE, _IEEE)
+    if device.has_tma:
+        return Config(_WIDE if hidden_size >= 3584 else _PAIR, _WIDE if hidden_size >= 2048 else _PAIR, _PAIR)
+    return Config(_AMPERE, _AMPERE, _AMPERE)

@@ -17,9 +17,14 @@ from logitless.types import Problem
 from logitless_triton.config import INTERPRETED, Config, Device, Tile, config_for, device_facts
 from logitless_triton.layout import partials_rows
 
-__all__ = ["LOG2E", "Head", "Rows", "Work"]
+__all__ = ["LOG2E", "Head", "Rows", "Work", "part"]
 
 LOG2E = math.log2(math.e)
+
+
+def part(tensor: Tensor, start: int, stop: int) -> Tensor:
+    """Rows start to stop; where that is all, without a view: the device may be waiting for the host."""
+    return tensor if stop - start == tensor.shape[0] else tensor[start:stop]
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +193,7 @@ class Work:
         """Of live tokens start to stop."""
         if self.problem.live is not None:
             return tensor.index_select(0, self.problem.live[start:stop])
-        return tensor if stop - start == tensor.shape[0] else tensor[start:stop]
+        return part(tensor, start, stop)
 
     def labels(self, start: int, stop: int) -> Tensor:
         """Labels of live tokens start to stop, as `Rows` has them."""

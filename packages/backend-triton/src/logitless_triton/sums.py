@@ -16,7 +16,7 @@ from logitless.collectives import all_reduce
 from logitless.types import Gradients, Needs
 from logitless_triton.layout import Blocks
 from logitless_triton.rounding import rounded
-from logitless_triton.rows import Rows, Work
+from logitless_triton.rows import Rows, Work, part
 
 __all__ = ["Sums", "matmul", "pass_scale"]
 
@@ -111,7 +111,8 @@ class Sums:
 
     def tiled(self, token_blocks: int) -> bool:
         """Whether d_weight's columns are summed in a tile before they are put in place."""
-        return self.weight is not None and (self.scaled or (self.direct and token_blocks > 1))
+        # In this order: a pass that needs no tile makes d_weight once d_hidden's product is launched.
+        return (self.scaled or (self.direct and token_blocks > 1)) and self.weight is not None
 
     def blocks(self, tokens: int, columns: int, item: int, parts: int = 1) -> Blocks:
         """How dz of so many tokens and columns is cut, as `Blocks.plan` has it."""
@@ -142,19 +143,19 @@ class Sums:
         """The products of dz [m, C]: tokens from `at` on, columns from `start` on."""
         p, stop, token_stop = self.work.problem, start + dz.shape[1], at + rows.count
         if self.hidden is not None:
-            matmul(dz, p.weight[start:stop], self.hidden[at:token_stop], accumulate=not self.fresh)
+            matmul(dz, part(p.weight, start, stop), part(self.hidden, at, token_stop), accumulate=not self.fresh)
         if self.tile is not None:
             matmul(dz.T, rows.hidden, self.tile, accumulate=not self.first)
         elif self.weight is not None:
-            matmul(dz.T, rows.hidden, self.weight[start:stop], accumulate=not self.unwritten)
+            matmul(dz.T, rows.hidden, part(self.weight, start, stop), accumulate=not self.unwritten)
         if self.bias is not None:
             self.bias[start:stop] += self._unscaled(dz.sum(0, dtype=torch.float32))
         if self.lora_u is not None and p.lora_b is not None:
             matmul(dz, p.lora_b[start:stop], self.lora_u[at:token_stop], accumulate=True)
         if self.lora_b is not None and rows.lora_u is not None:
-            part = self.lora_b.new_empty(stop - start, rows.lora_u.shape[1])
-            matmul(dz.T, rows.lora_u, part)
-            self.lora_b[start:stop] += self._unscaled(part)
+            product = self.lora_b.new_empty(stop - start, rows.lora_u.shape[1])
+            matmul(dz.T, rows.lora_u, product)
+            self.lora_b[start:stop] += self._unscaled(product)
         self.first = False
 
     def close(self, start: int, stop: int) -> None:

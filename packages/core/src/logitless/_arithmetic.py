@@ -117,7 +117,8 @@ def plain_arithmetic(device: torch.device) -> Iterator[None]:
     The device is made the current one: a kernel is launched there, wherever its tensors are.
     """
     kind = device.type
-    current = torch.cuda.device(device) if kind == "cuda" else nullcontext()
+    # By its number: for anything else torch's Python finds that out first, while a small call's backward waits.
+    current = torch.cuda.device(device.index) if kind == "cuda" else nullcontext()
     autocast = torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
     with _plain, current, autocast:
         yield
