@@ -44,7 +44,7 @@ SHIFT = 32.0  # log2 by which E's reference lies above the label: room for what 
 FAR = tl.constexpr(64.0)  # log2 Σ E above which a row is made again; the products' sums need the rest of the range
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Kept:
     """The buffer's parts for a block of rows."""
 

@@ -27,7 +27,7 @@ def part(tensor: Tensor, start: int, stop: int) -> Tensor:
     return tensor if stop - start == tensor.shape[0] else tensor[start:stop]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Head:
     """The head of a problem; `factor` and `pre` are those of `logitless_triton.tile`."""
 

@@ -123,9 +123,11 @@ class Request:
         return frozenset(name for name, present in asked.items() if present)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Problem:
     """One call's inputs: flat, checked, and not to be written.
+
+    Not frozen, which would set each field by a call of its own while the device waits.
 
     `live` holds the ascending indices of the tokens to score, or None for all N. `dead` is given instead when
     nothing may be compacted (`validate=False`): a mask of the tokens whose hidden state must be read as zero, so
