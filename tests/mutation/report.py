@@ -41,13 +41,8 @@ def page(
     explained: dict[str, Any],
     seconds: float,
     gaps: list[str],
-    new: list[str],
-    changed: int,
 ) -> str:
-    """The page as Markdown; `gaps` names the mutants that survived until a test was written for them.
-
-    `new` are the modules since the sample was drawn, and so many are `changed` since.
-    """
+    """The page as Markdown; `gaps` names the mutants that survived until a test was written for them."""
     share, _ = score(mutants, results, explained)
     alive, alike = _alive(mutants, results), _alike(mutants, results, explained)
     endings = Counter(result["ending"] for result in results.values())
@@ -81,12 +76,10 @@ def page(
         f"what they broke. Without these tests at least {first} of {len(results) - len(alike)} are killed, "
         f"{first / max(len(results) - len(alike), 1):.1%}."
     )
-    if new or changed:
-        named = ", ".join(f"`{path.removeprefix('packages/')}`" for path in new) or "none"
-        lines.append(
-            f"- The sources measured are older than this page: {changed} modules have changed since. No mutant was "
-            f"drawn from those that are new: {named}."
-        )
+    lines.append(
+        "- Of modules that are new since that commit no mutant was drawn; what has changed since, "
+        f"`git diff --stat {sample['commit'][:12]} -- 'packages/*/src'` tells."
+    )
     lines += [f"- {endings[ending]} killed because {words}." for ending, words in ENDINGS.items() if endings[ending]]
     lines += ["", "| part | mutants | killed |", "|---|---|---|"]
     for part, prefix in PARTS.items():

@@ -55,13 +55,6 @@ def _digest() -> str:
     return sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 
 
-def _since(commit: str, kinds: str) -> list[str]:
-    """The modules that are new ("A") or changed ("M") since a commit."""
-    command = ["git", "diff", "--name-only", "--no-renames", f"--diff-filter={kinds}", commit, "--", *SOURCES]
-    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
-    return [path for path in found if path.endswith(".py")]
-
-
 def _sample(work: Path, count: int, report: bool) -> dict[str, Any]:
     """The sample and what it was drawn from; drawn once for a work folder, and on, if more are asked for.
 
@@ -216,10 +209,7 @@ def main() -> int:
         alive = {at: m for at, m in chosen.items() if results[str(at)]["ending"] == "alive" and m.key not in explained}
         _round(work, asked.jobs, False, alive, results)
         _control(work, results)
-    new, changed = (_since(sample["commit"], kinds) for kinds in "AM")
-    (ROOT / "docs/mutation.md").write_text(
-        page(sample, mutants, results, explained, SECOND, gaps, new, len(changed)), "utf-8"
-    )
+    (ROOT / "docs/mutation.md").write_text(page(sample, mutants, results, explained, SECOND, gaps), "utf-8")
     killed, unexplained = score(mutants, results, explained)
     print(f"{killed:.1%} killed of what is not equivalent; {unexplained} survivors not explained")
     return int(killed < 0.95 or unexplained > 0)
