@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from logitless import _arithmetic
 from logitless._arithmetic import Undo, _accessors, _plain, _Settings
+from logitless.testing import ReferenceBackend, installed, random_example
+from logitless.types import Forwarded, Gradients
 
 
 def test_short_sums_are_off_and_put_back() -> None:
@@ -98,3 +102,74 @@ def test_a_fork_within_a_call_starts_anew() -> None:
                 os._exit(len(changed))
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
     assert changed == [1]
+
+
+def test_low_matmul_precision_does_not_leak_in_or_out() -> None:
+    seen = []
+
+    class Watches(ReferenceBackend):
+        name = "watches"
+
+        def forward(self, *arguments: Any, **keywords: Any) -> Forwarded:
+            seen.append((torch.get_float32_matmul_precision(), torch.is_autocast_enabled("cpu")))
+            return super().forward(*arguments, **keywords)
+
+        def backward(self, *arguments: Any) -> Gradients:
+            seen.append((torch.get_float32_matmul_precision(), torch.is_autocast_enabled("cpu")))
+            return super().backward(*arguments)
+
+    example = random_example(9, vocab=43, hidden_size=8)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with installed(Watches(), alone=True), torch.autocast("cpu", dtype=torch.bfloat16):
+            example.run()
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert seen == [("highest", False)] * 2
+
+
+@pytest.mark.parametrize("place", ["mkldnn", "mkldnn.matmul", "cuda.matmul"])
+def test_the_newer_precision_settings_do_not_leak_in_or_out(place: str) -> None:
+    """Beside them torch.get_float32_matmul_precision raises."""
+    seen = []
+
+    class Watches(ReferenceBackend):
+        name = "watches"
+
+        def forward(self, *arguments: Any, **keywords: Any) -> Forwarded:
+            seen.append(backends.mkldnn.matmul.fp32_precision)
+            return super().forward(*arguments, **keywords)
+
+    backends: Any = torch.backends
+    for own in (backends.mkldnn.matmul, backends.cuda.matmul):  # as torch starts, whatever tests ran before
+        own.fp32_precision = "none"
+    setting = operator.attrgetter(place)(backends)
+    before = setting.fp32_precision
+    setting.fp32_precision = "tf32"
+    try:
+        with installed(Watches(), alone=True):
+            random_example(9, vocab=43, hidden_size=8).run()
+        assert setting.fp32_precision == "tf32"
+    finally:
+        setting.fp32_precision = before
+    assert seen[0] in ("ieee", "none")
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_precision_is_restored_when_the_backend_raises() -> None:
+    class Fails(ReferenceBackend):
+        name = "fails"
+
+        def forward(self, *arguments: Any, **keywords: Any) -> Forwarded:
+            raise RuntimeError("out of luck")
+
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with installed(Fails(), alone=True), pytest.raises(RuntimeError, match="out of luck"):
+            random_example(9, vocab=43, hidden_size=8).score()
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -224,7 +223,7 @@ def test_a_plain_weight_is_a_plain_head() -> None:
     assert torch.equal(of_tensor.log_probs, of_head.log_probs)
 
 
-# Dtypes and arithmetic
+# Dtypes
 
 
 def test_autocast_equals_the_explicit_cast() -> None:
@@ -275,77 +274,6 @@ def test_mixed_dtypes_are_computed_in_the_wider(hidden: torch.dtype, weight: tor
         grad = got.gradients[name]
         assert grad is not None
         assert grad.dtype == leaf.dtype
-
-
-def test_low_matmul_precision_does_not_leak_in_or_out() -> None:
-    seen = []
-
-    class Watches(ReferenceBackend):
-        name = "watches"
-
-        def forward(self, *arguments: Any, **keywords: Any) -> Forwarded:
-            seen.append((torch.get_float32_matmul_precision(), torch.is_autocast_enabled("cpu")))
-            return super().forward(*arguments, **keywords)
-
-        def backward(self, *arguments: Any) -> Gradients:
-            seen.append((torch.get_float32_matmul_precision(), torch.is_autocast_enabled("cpu")))
-            return super().backward(*arguments)
-
-    example = small()
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("medium")
-    try:
-        with installed(Watches(), alone=True), torch.autocast("cpu", dtype=torch.bfloat16):
-            example.run()
-        assert torch.get_float32_matmul_precision() == "medium"
-    finally:
-        torch.set_float32_matmul_precision(before)
-    assert seen == [("highest", False)] * 2
-
-
-@pytest.mark.parametrize("place", ["mkldnn", "mkldnn.matmul", "cuda.matmul"])
-def test_the_newer_precision_settings_do_not_leak_in_or_out(place: str) -> None:
-    """Beside them torch.get_float32_matmul_precision raises."""
-    seen = []
-
-    class Watches(ReferenceBackend):
-        name = "watches"
-
-        def forward(self, *arguments: Any, **keywords: Any) -> Forwarded:
-            seen.append(backends.mkldnn.matmul.fp32_precision)
-            return super().forward(*arguments, **keywords)
-
-    backends: Any = torch.backends
-    for own in (backends.mkldnn.matmul, backends.cuda.matmul):  # as torch starts, whatever tests ran before
-        own.fp32_precision = "none"
-    setting = operator.attrgetter(place)(backends)
-    before = setting.fp32_precision
-    setting.fp32_precision = "tf32"
-    try:
-        with installed(Watches(), alone=True):
-            small().run()
-        assert setting.fp32_precision == "tf32"
-    finally:
-        setting.fp32_precision = before
-    assert seen[0] in ("ieee", "none")
-    assert torch.get_float32_matmul_precision() == "highest"
-
-
-def test_precision_is_restored_when_the_backend_raises() -> None:
-    class Fails(ReferenceBackend):
-        name = "fails"
-
-        def forward(self, *arguments: Any, **keywords: Any) -> Forwarded:
-            raise RuntimeError("out of luck")
-
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("medium")
-    try:
-        with installed(Fails(), alone=True), pytest.raises(RuntimeError, match="out of luck"):
-            small().score()
-        assert torch.get_float32_matmul_precision() == "medium"
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 # What reaches a backend

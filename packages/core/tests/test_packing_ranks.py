@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from logitless import PackedBatch
+from logitless.errors import InvalidInputError
 from logitless.testing.distributed import RANKS, run_ranks
 
 ON_GLOO = os.environ.get(RANKS, "gloo") == "gloo"
@@ -117,3 +119,38 @@ def test_a_packed_batch_whose_other_rank_is_gone(what: str, tmp_path: Path) -> N
     with pytest.raises(RuntimeError, match="rank 1: died without a word"):
         run_ranks(2, left_alone, what, str(tmp_path), seconds=SECONDS)
     assert (tmp_path / "0").read_text().startswith("CollectiveError: a collective failed on rank 0 of 2 (")
+
+
+def gathered_by_too_few(rank: int, size: int) -> None:
+    shard = packed([7, 4], align=6).shard(rank, 3)
+    shard.gather(shard.labels, dist.group.WORLD)
+
+
+def test_gather_wants_the_shards_ranks() -> None:
+    with pytest.raises(RuntimeError, match="InvalidInputError: group: has 2 ranks, expected the shard's 3"):
+        run_ranks(2, gathered_by_too_few)
+
+
+def gathered_in_vain(rank: int, size: int, shards: list[tuple[int, int]], rows: list[int]) -> str:
+    shard = packed([8, 4], align=12).shard(*shards[rank])
+    with pytest.raises(InvalidInputError) as found:
+        shard.gather(torch.zeros(rows[rank]), dist.group.WORLD)
+    return str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("shards", "rows", "told"),
+    [
+        ([(0, 2), (0, 2)], [12, 12], "shard: rank 0 has its own, rank 1 has that of rank 0"),
+        ([(1, 2), (0, 2)], [12, 12], "shard: rank 0 has that of rank 1, rank 1 has that of rank 0"),
+        ([(0, 2), (1, 3)], [12, 12], "shard's size: rank 0 has 2, rank 1 has 3"),
+        ([(0, 2), (1, 2)], [12, 11], "x's shape: rank 0 has (12,), rank 1 has (11,)"),
+        ([(0, 2), (1, 2)], [11, 11], "x: got shape (11,), expected (12, ...)"),
+    ],
+    ids=["another's", "swapped", "size", "rows-of-one", "rows"],
+)
+def test_what_one_rank_hands_in_wrong_all_ranks_are_told(
+    shards: list[tuple[int, int]], rows: list[int], told: str
+) -> None:
+    for of_rank in run_ranks(2, gathered_in_vain, shards, rows, seconds=5):
+        assert told in of_rank
