@@ -12,6 +12,7 @@ import logitless
 from logitless.testing.example import Example, random_example
 from logitless.testing.tolerance import check_gradients, check_results
 from logitless.types import Request
+from logitless_triton.kept import Kept
 from logitless_triton.layout import DIFFERENCES, EXPONENTIALS, NOTHING, kept_length, mode_of, tiles_that_fit
 
 HAS_GPU = torch.cuda.is_available()
@@ -43,6 +44,13 @@ def test_never_more_than_allowed_and_everything_if_it_fits(n: int, vocab: int, e
         found.append(tiles_that_fit(length, n, 128, 4, mode_of(length), vocab))
     assert found == sorted(found)
     assert len(set(found)) > min(tiles, 10) // 2
+
+
+def test_values_end_with_the_kept_columns() -> None:
+    """And are the body itself where its tiles end there: the device may be waiting for the host."""
+    body = torch.arange(3.0 * 256).view(3, 256)
+    assert torch.equal(Kept(DIFFERENCES, 200, 128, body).values, body[:, :200])
+    assert Kept(DIFFERENCES, 256, 128, body).values is body
 
 
 def test_nothing_for_no_tokens() -> None:

@@ -14,7 +14,7 @@ from logitless.types import Gradients, Needs, Problem
 from logitless_triton.dz import coefficients, dz_from_kept, dz_from_logits
 from logitless_triton.kept import DIFFERENCES, EXPONENTIALS, Kept
 from logitless_triton.rounding import scale_rows
-from logitless_triton.rows import Rows, Work
+from logitless_triton.rows import Rows, Work, part
 from logitless_triton.several import label_coefficients
 from logitless_triton.sums import Sums, matmul, pass_scale
 
@@ -38,7 +38,7 @@ def backward_pass(
         _exponential_products(work, rows, kept, grads[0], sums, at)
         first = kept.columns
     elif kept.mode == DIFFERENCES and consume and not sums.scaled:
-        dz = kept.body.view(work.operand)[:, : kept.columns]  # type: ignore[union-attr]
+        dz = kept.values.view(work.operand)
         dz_from_kept(work, rows, kept, stats, grads, dz_scale, 0, dz)
         sums.open(0, kept.columns, 1)
         sums.add(dz, rows, at, 0)
@@ -74,18 +74,17 @@ def _blocks(work: Work, rows: Rows, kept: Kept, stats: Tensor, grads: Grads, sum
 
 def _exponential_products(work: Work, rows: Rows, kept: Kept, g: Tensor, sums: Sums, at: int) -> None:
     """d_weight = Eᵀ·(s·h) and d_hidden = s·(E·W) of the kept columns, s = −g·k/Σ E."""
-    assert kept.body is not None
     assert kept.offsets is not None
-    body = kept.body[:, : kept.columns]
+    body = kept.values
     factors = (g, rows.factor, kept.offsets, work.head.slope)
     sums.open(0, kept.columns, 1)
     if sums.hidden is not None:  # first: it waits for no other kernel
-        mine = sums.hidden[at : at + rows.count]
-        matmul(body, work.problem.weight[: kept.columns], mine)
+        mine = part(sums.hidden, at, at + rows.count)
+        matmul(body, part(work.problem.weight, 0, kept.columns), mine)
         scale_rows(mine, *factors, mine)
     if sums.weight is not None:
         scaled = scale_rows(rows.hidden, *factors, work.empty(*rows.hidden.shape, dtype=work.operand))
-        matmul(body.T, scaled, sums.weight[: kept.columns], accumulate=not sums.unwritten)
+        matmul(body.T, scaled, part(sums.weight, 0, kept.columns), accumulate=not sums.unwritten)
     sums.close(0, kept.columns)
 
 

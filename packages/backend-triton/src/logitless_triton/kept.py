@@ -84,6 +84,11 @@ class Kept:
         tiles = ceil_div(work.head.valid, width)
         return work.empty(buffer_bytes(tiles, n, width, work.item, DIFFERENCES), dtype=torch.uint8)
 
+    @property
+    def values(self) -> Tensor:
+        """[m, columns]: the body, less what its last tile has beyond them; without a view, as in `part`, if it can."""
+        return self.body if self.body.shape[1] == self.columns else self.body[:, : self.columns]
+
     def span(self, start: int, stop: int) -> Kept:
         """The parts of some of the rows."""
         if self.mode == NOTHING:

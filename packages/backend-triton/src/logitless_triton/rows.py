@@ -86,7 +86,7 @@ class Head:
         )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Rows:
     """A block of live tokens."""
 

@@ -34,9 +34,9 @@ FIRST_ONLY = (
 Found = TypeVar("Found")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Call:
-    """What both ops take, in the order of their schemas."""
+    """What both ops take, in the order of their schemas; not frozen, for the reason that `Problem` gives."""
 
     hidden: Tensor  # [N, D]
     weight: Tensor  # [V, D]

@@ -121,7 +121,7 @@ def _rows(call: Call, name: str) -> int:
     return call.labels.shape[1] if STATS[name] and call.labels.ndim == 2 else 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Made:
     """What the forward made for the backward."""
 
