@@ -11,6 +11,7 @@ import torch
 import logitless
 from logitless._live import Live
 from logitless.errors import InvalidInputError
+from logitless.testing.divergence import check_divergence, random_divergence
 from logitless.testing.example import Example, random_example
 from logitless.testing.tolerance import check_gradients, check_results
 from logitless_triton import forward, held
@@ -70,6 +71,27 @@ def test_logits_that_were_not_made_are_not_looked_at(
     assert before == [40, "read"]
     assert events == ([40, live, "read"] if ignored else [40, "read"])
     assert torch.equal(out.log_probs, unspeculated.log_probs)
+
+
+@pytest.mark.usefixtures("speculating")
+@pytest.mark.parametrize("ignored", [False, True], ids=["all-live", "some-ignored"])
+@pytest.mark.parametrize("direction", ["forward", "reverse", "jsd"])
+def test_a_divergence_is_speculated_up_to_its_first_logits(
+    direction: str, ignored: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from logitless_triton import kl_products  # with Triton, when its interpreter has been chosen
+
+    case = random_divergence(
+        40, direction=direction, vocab=301, hidden_size=24, dtype=DTYPE, device=DEVICE, ignored=ignored
+    )
+    seen, scan, student = [], forward.scan, kl_products._launch
+    for module in (held, kl_products):
+        monkeypatch.setattr(module, "scan", lambda work, rows, *a: (seen.append(rows.count), scan(work, rows, *a)))
+    monkeypatch.setattr(kl_products, "_launch", lambda *a, **k: (seen.append("student"), student(*a, **k)))
+    value = case.value(backend="triton")
+    live = int((case.student.labels != -100).sum())
+    assert seen == ([40] if ignored else []) + [live, live if direction == "jsd" else "student"]
+    check_divergence((value.detach(), case.run(backend="triton")[1]), case)
 
 
 @pytest.mark.usefixtures("speculating")

@@ -82,6 +82,7 @@ class Held:
         work, p = self.work, self.work.problem
         parts = work.empty(3, self.tiles, ceil_div(rows.count, 16) * 16)
         scan(work, rows, self.kept(rows), None, parts)
+        work.settle()
         self.ended(rows)
         own, unused = work.empty(3, parts.shape[2]), work.empty(0)
         combine(parts, unused, rows.f, own, unused, unused, p.vocab_size, finish=False)
@@ -190,7 +191,6 @@ def held_pass(held: Held, rows: Rows, scores: HeldScores, start: int) -> None:
     if work.truncated:
         rows = rows.with_factors(scores.f[span])
         parts, mine, whole = held.partials(rows)
-        work.settle()
         scores.top[:, span] = whole[:2, : rows.count]
         _find(held, rows, (parts, mine, whole[:, : rows.count]), scores.threshold[span], own)
     else:

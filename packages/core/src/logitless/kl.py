@@ -20,7 +20,7 @@ from logitless._ops import _SIZE, _TENSORS, _TYPES, _batched, _looked_on, _no_do
 from logitless._validate import mask_labels
 from logitless.errors import InputTypeError, InvalidInputError
 from logitless.head import LMHead
-from logitless.types import Gradients, Needs
+from logitless.types import Gradients, Needs, Problem
 
 __all__ = ["linear_kl", "linear_kl_op"]
 
@@ -61,13 +61,18 @@ class Pair:
         """Divergences [N] and statistics [5, N] of all tokens, what is kept, and the live ones' indices."""
         of_teacher = {f"ref_{name}": fact for name, fact in self.teacher.facts.items()}
         live = self.student.live("linear_kl", direction=self.direction, beta=self.beta, **of_teacher)
-        index, n_tokens, plugin = live.indices, self.student.labels.shape[0], self._plugin
-        kept = self.student.hidden.new_empty(self.kept_shape, dtype=torch.uint8)
-        with plain_arithmetic(self.student.hidden.device):
-            problems = (self.student.problem(index), self.teacher.problem(index))
-            value, stats = plugin.kl_forward(*problems, direction=self.direction, beta=self.beta, **_given(kept))
-        value, stats = spread(value, index, n_tokens), spread(stats, index, n_tokens)
-        return self._unchecked(value), stats, kept, index
+
+        def solve(student: Problem) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+            index, n_tokens = student.live, self.student.labels.shape[0]
+            teacher = self.teacher.problem(index, None if student.live_count is None else live)
+            kept = self.student.hidden.new_empty(self.kept_shape, dtype=torch.uint8)
+            options = {"direction": self.direction, "beta": self.beta, **_given(kept)}
+            with plain_arithmetic(self.student.hidden.device):
+                value, stats = self._plugin.kl_forward(student, teacher, **options)
+            value, stats = spread(value, index, n_tokens), spread(stats, index, n_tokens)
+            return self._unchecked(value), stats, kept, index
+
+        return self.student.solved(live, solve)
 
     def backward(self, stats: Tensor, kept: Tensor, index: Tensor | None, grad: Tensor, needs: list[bool]) -> Gradients:
         """The student's gradients for upstream ones [N]."""
