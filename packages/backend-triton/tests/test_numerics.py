@@ -134,6 +134,17 @@ def test_a_column_at_plus_infinity_is_nan_as_in_the_reference(column: int) -> No
 # Sizes
 
 
+@pytest.mark.parametrize("softcap", [None, 100.0])
+@pytest.mark.parametrize("temperature", [1e-6, 1e6])
+def test_the_last_tiles_end_is_masked_at_any_temperature(temperature: float, softcap: float | None) -> None:
+    """What stands for −inf there times f stays finite, and far below every logit."""
+    example = random_example(9, vocab=301, dtype=torch.float32, device=DEVICE, ignored=False)
+    example = replace(example.with_head(softcap=softcap), temperature=temperature)
+    out, want = (example.score(backend=backend) for backend in ("triton", "torch"))
+    torch.testing.assert_close(out.entropy, want.entropy, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(out.log_probs, want.log_probs, rtol=1e-3, atol=1e-3)
+
+
 @each_dtype
 @pytest.mark.parametrize(
     "vocab",

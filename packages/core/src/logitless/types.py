@@ -227,15 +227,15 @@ class Backend(Protocol):
     Some attributes may be left out. `features`: a frozenset of those of "kept_set", "several_labels", "stats" and
     "top_k_log_probs" that it serves; a request for another never reaches `supports`. With "top_k_log_probs",
     `top_k_log_probs(problem, k)` gives ids [n, k] int64 and log-probs [n, k] of the largest logits, of equal ones the
-    lowest id first; the problem's labels are of no use. `speculates = True`: `forward` and `policy_loss` may be called
-    before the host knows whether all tokens are live (`Problem.live_count`); `token_loss`, which waits until it does,
-    raises if not, and until it has returned no `grad_buffer` is written. `multiply_(gradient, factor)`: multiplies a
-    gradient in place by a factor [] on the device, at no cost where that is 1. For `linear_kl`, of two problems with
-    the same tokens and vocab rows: `kl_forward(student, teacher, *, direction, beta)` gives the divergences [n] and
-    statistics [5, n] (opaque to core), `kl_backward(student, teacher, stats, grad, needs, *, direction, beta)` the
-    student's `Gradients` for upstream [n]. With `kl_kept_shape(request, keep_bytes)` besides, as `kept_shape`, both
-    are also given `kept=`, a uint8 buffer of that shape, unless it is empty: `kl_forward` writes all of it,
-    `kl_backward` reads it.
+    lowest id first; the problem's labels are of no use. `speculates = True`: `forward`, `policy_loss` and `kl_forward`
+    may be called before the host knows whether all tokens are live (`Problem.live_count`); `token_loss`, which waits
+    until it does, raises if not, and until it has returned no `grad_buffer` is written. `multiply_(gradient, factor)`:
+    multiplies a gradient in place by a factor [] on the device, at no cost where that is 1. For `linear_kl`, of two
+    problems with the same tokens and vocab rows: `kl_forward(student, teacher, *, direction, beta)` gives the
+    divergences [n] and statistics [5, n] (opaque to core), `kl_backward(student, teacher, stats, grad, needs, *,
+    direction, beta)` the student's `Gradients` for upstream [n]. With `kl_kept_shape(request, keep_bytes)` besides, as
+    `kept_shape`, both are also given `kept=`, a uint8 buffer of that shape, unless it is empty: `kl_forward` writes all
+    of it, `kl_backward` reads it.
     """
 
     @property
