@@ -63,7 +63,7 @@ def test_the_student_is_held_only_to_be_looked_at_again(
 
     shares, original = [], kl.Held
     monkeypatch.setattr(kl, "Held", lambda work: shares.append(work.problem.workspace_bytes) or original(work))
-    case = random_divergence(20, direction=direction, dtype=torch.float32, device=DEVICE, vocab=500)
+    case = random_divergence(20, direction=direction, dtype=torch.float32, device=DEVICE, vocab=500, ignored=False)
     case.run(backend="triton", workspace_bytes=32_000, keep_bytes=keep_bytes)
     assert shares == {1: [31_000], 2: [16_000, 16_000]}[heads]
 
