@@ -139,8 +139,10 @@ def test_says_the_chunks_whose_logits_are_held(monkeypatch: pytest.MonkeyPatch) 
     ids=["stats", "kept", "kept by ranks", "best by ranks"],
 )
 def test_a_short_list_takes_room_where_there_is_one(asked: dict[str, Any], ranks: int, tokens: int) -> None:
-    """Ranks that find a threshold together have none."""
-    said = plan(request_of(6, 5000 // ranks, 16, workspace_bytes=75_000, group_size=ranks, **asked))
+    """Ranks that find a threshold together have none; with tiles of 128 columns, whatever the device's are."""
+    tile = Tile(64, 128, 32, warps=1, stages=1, per_sm=2)
+    with trying(Config(tile, tile, tile)):
+        said = plan(request_of(6, 5000 // ranks, 16, workspace_bytes=75_000, group_size=ranks, **asked))
     group = SimpleNamespace(size=lambda: ranks) if ranks > 1 else None
     work: Any = SimpleNamespace(
         problem=SimpleNamespace(vocab_size=5000, workspace_bytes=75_000, group=group),
