@@ -278,7 +278,6 @@ DIFFERENT: dict[str, tuple[Any, tuple[str, str, str], tuple[str, ...]]] = {
     "beta": (option("beta", 0.25), ("beta", "0.5", "0.25"), ("divergence",)),
     "k": (option("k", 4), ("k", "3", "4"), ("best",)),
     "reference": (another_reference, ("ref_scale, softcap", "(1.0, None)", "(2.0, None)"), ("divergence",)),
-    "frozen-hidden": (frozen, ("gradients", "(True, False)", "(False, False)"), ("scores", "kept-set")),
     "frozen": (frozen, ("gradients", "(True, True, (True, False))", "(True, True, (False, False))"), ("single-pass",)),
 }
 

@@ -42,11 +42,7 @@ _TENSORS, _LABELS = 7, 5  # of a call, its first fields; the first five are diff
 
 def _asked(call: Call, entropy: bool, entropy_grad: bool, wanted: Sequence[str]) -> Live:
     """Which tokens are live, asked of the device and not yet read."""
-    # What the backward sums over the ranks; within the custom op no rank can tell.
-    summed = (x is not None and x.requires_grad for x in (call.hidden, call.lora_u))
-    gradients = torch.is_grad_enabled() and call.reduce_hidden_grad and tuple(summed)
-    options = {"entropy": entropy, "entropy_grad": entropy_grad, "stats": tuple(wanted), "gradients": gradients}
-    return call.live("linear_log_probs", **options)
+    return call.live("linear_log_probs", entropy=entropy, entropy_grad=entropy_grad, stats=tuple(wanted))
 
 
 def _forward(call: Call, problem: Problem, entropy: bool, entropy_grad: bool, keep_bytes: int) -> Forwarded:
