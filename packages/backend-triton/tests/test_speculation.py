@@ -75,6 +75,24 @@ def test_logits_that_were_not_made_are_not_looked_at(
 
 @pytest.mark.usefixtures("speculating")
 @pytest.mark.parametrize("ignored", [False, True], ids=["all-live", "some-ignored"])
+def test_a_single_pass_over_a_kept_set_reads_no_logits_that_were_not_made(
+    ignored: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    example, found = example_of(ignored), []
+    find = held._find
+    monkeypatch.setattr(held, "_find", lambda held, rows, *a: (found.append(rows.count), find(held, rows, *a)))
+    fresh = example.fresh()
+    loss, out = logitless.linear_policy_loss(
+        fresh.hidden, fresh.head, fresh.labels, lambda scores, index: scores.log_probs, backend="triton", top_k=5
+    )
+    assert found == [int((example.labels != -100).sum())]
+    want = example.score(backend="triton", top_k=5)
+    assert torch.equal(out.log_probs, want.log_probs)
+    torch.testing.assert_close(loss.detach(), want.log_probs.sum())
+
+
+@pytest.mark.usefixtures("speculating")
+@pytest.mark.parametrize("ignored", [False, True], ids=["all-live", "some-ignored"])
 @pytest.mark.parametrize("direction", ["forward", "reverse", "jsd"])
 def test_a_divergence_is_speculated_up_to_its_first_logits(
     direction: str, ignored: bool, monkeypatch: pytest.MonkeyPatch

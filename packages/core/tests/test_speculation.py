@@ -106,6 +106,17 @@ def test_a_backend_may_settle_it_in_the_middle(asked: dict[str, Any], ignored: b
     assert backend.settled == (0 if ignored else 1)
 
 
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_a_single_pass_over_a_kept_set_is_speculated() -> None:
+    fresh, backend = small(ignored=False).fresh(), Speculates()
+    with installed(backend, alone=True):
+        loss, out = linear_policy_loss(fresh.hidden, fresh.head, fresh.labels, lambda s, index: s.log_probs, top_k=3)
+    with installed(ReferenceBackend(), alone=True):
+        assert torch.equal(out.log_probs, fresh.score(top_k=3).log_probs.detach())
+    assert torch.equal(loss, out.log_probs.sum())
+    assert [int(count) for count in backend.counts if count is not None] == [9]
+
+
 def test_on_a_cpu_nothing_is_speculated() -> None:
     backend = Speculates()
     with installed(backend, alone=True):

@@ -215,6 +215,8 @@ def scan(work: Work, rows: Rows, kept: Kept, reference: Tensor | None, parts: Te
         INFINITE=head.bias is not None,
         **work.multiplying(tile),
     )
+    if kept.mode == LOGITS and work.problem.settle is not None:  # they are read next: were they made at all?
+        work.problem.settle()
 
 
 def operands(work: Work, rows: Rows, tile: Tile):

@@ -82,7 +82,6 @@ class Held:
         work, p = self.work, self.work.problem
         parts = work.empty(3, self.tiles, ceil_div(rows.count, 16) * 16)
         scan(work, rows, self.kept(rows), None, parts)
-        work.settle()
         self.ended(rows)
         own, unused = work.empty(3, parts.shape[2]), work.empty(0)
         combine(parts, unused, rows.f, own, unused, unused, p.vocab_size, finish=False)
@@ -196,7 +195,6 @@ def held_pass(held: Held, rows: Rows, scores: HeldScores, start: int) -> None:
     else:
         one = rows if rows.labels.ndim == 1 else rows.with_labels(rows.labels[:, 0].contiguous())
         forward_pass(work, one, held.kept(rows), scores.plain, start)
-        work.settle()
         scores.top[:, span] = scores.plain.stats[:2, span]
         scores.top[1, span].exp2_()
         if "sum_sq_probs" in p.stats:

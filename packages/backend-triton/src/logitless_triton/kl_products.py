@@ -289,6 +289,5 @@ def divergences(
     # The teacher's maxima stand where they are wanted; its sums are made once more, of the student's tile's parts in
     # the same order as the student's, so that equal heads have equal sums.
     scan(ref, those, Kept(LOGITS, ref.head.valid, width, held[1]), None, parts[1:4])
-    work.settle()
     _launch(work, mine, those, held[1], held[0], kind, parts=parts)
     combine_divergence(parts, rows, work.problem.group, kind, stats)

@@ -129,7 +129,7 @@ class Work:
     """A problem with what follows from it: the head, the device, the tiles.
 
     Args:
-        holds: logits will be held, for something else than the plain forward's scores; for a kept set they always are.
+        holds: takes the tiles of held logits, as a kept set always does.
     """
 
     def __init__(self, problem: Problem, *, holds: bool = False) -> None:
@@ -179,11 +179,6 @@ class Work:
             "num_warps": tile.warps,
             "num_stages": tile.stages,
         }
-
-    def settle(self) -> None:
-        """Before logits that are held are looked at again: were they made at all?"""
-        if self.problem.settle is not None:
-            self.problem.settle()
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Uninitialised memory on the problem's device."""
