@@ -15,8 +15,8 @@ from logitless.types import STATS
 __all__ = ["check_call", "check_facts", "check_kept", "check_stats", "mask_labels", "value_facts"]
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-SMALLEST, LARGEST = 1e-6, 1e6  # of temperatures: what stands for −inf in a backend, 1e30, may be divided by them
-FACTOR = 1e8  # the largest scale and softcap: divided by SMALLEST it is float32
+# Of temperatures, scales and caps: a backend's stand-in for −inf, 1e30, times FACTOR / SMALLEST / ln 2 stays float32.
+SMALLEST, LARGEST, FACTOR = 1e-5, 1e5, 1e3
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 

@@ -17,8 +17,8 @@ class LMHead:
     Attributes:
         weight: [V, D], this rank's vocab rows.
         bias: [V].
-        scale: s, multiplies the logits; at most 1e8 either way.
-        softcap: c, positive, at most 1e8; None for no cap.
+        scale: s, multiplies the logits; at most 1000 either way.
+        softcap: c, from 1e-5 to 1000; None for no cap.
         vocab_size: real vocab rows over all ranks; rows at and beyond it are padding. None: all rows are real.
         vocab_start: global id of this rank's row 0. None: equal contiguous shards.
         lora: pairs (u [..., r], b [V, r]), where `u = s·A(dropout(h))` was made outside, by autograd.
