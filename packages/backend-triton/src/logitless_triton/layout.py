@@ -161,7 +161,8 @@ def held_rows(n: int, vocab_size: int, width: int, workspace_bytes: int, *, shor
 
 COLUMNS = 128  # of a block, at least; and what is kept of a divergence comes in as many
 PAIR = 2 * COLUMNS  # what a block's columns are a multiple of where they can: the products' tiles are as wide
-MOST = 8192  # tokens that are never cut into blocks
+MOST = 8192  # tokens that are cut into blocks only where the workspace is short
+MARGIN = 1.014  # an estimate's error: of two that were nearer, the wider blocks were as fast or faster
 BALANCE = 128  # operations of the tensor cores in the time of a byte of memory, about, on an H200
 
 
@@ -173,7 +174,7 @@ class Blocks:
     columns: int
 
     @classmethod
-    @lru_cache(maxsize=256)
+    @lru_cache(maxsize=256)  # up to some milliseconds of the host, at each new number of tokens
     def plan(
         cls,
         n: int,
@@ -187,6 +188,8 @@ class Blocks:
         parts: int = 1,
     ) -> Blocks:
         """The blocks of dz, and of d_weight's fp32 tile where one is needed, that fit the workspace and cost least.
+
+        Of those of as many tokens that cost nearly as little, the widest.
 
         Args:
             item: bytes of an element of dz, and of what is held beside it.
@@ -210,7 +213,10 @@ class Blocks:
                 fewest = -(-whole // most)
                 found += [cls(tokens, -(-whole // (PAIR * blocks)) * PAIR) for blocks in range(fewest, 2 * fewest + 1)]
         if found:
-            return min(found, key=lambda blocks: blocks._cost(n, columns, hidden_size, multiprocessors, parts))
+            costs = {blocks: blocks._cost(n, columns, hidden_size, multiprocessors, parts) for blocks in found}
+            best = min(found, key=lambda blocks: costs[blocks])
+            near = (b for b in found if b.tokens == best.tokens and costs[b] <= MARGIN * costs[best])
+            return max(near, key=lambda blocks: blocks.columns)
         while fitting(tokens) < 4 * PAIR and tokens > 16:
             tokens = max(16, (tokens // 2 + 15) // 16 * 16)
         return cls(tokens, max(COLUMNS, fitting(tokens) // COLUMNS * COLUMNS))
