@@ -61,7 +61,7 @@ def _sample(work: Path, count: int, report: bool) -> dict[str, Any]:
     Only a report may be made of sources that are others by now: it says so.
     """
     file = work / "sample.json"
-    if not file.exists() or len(json.loads(file.read_text("utf-8"))["mutants"]) < count:
+    if not file.exists() or (not report and len(json.loads(file.read_text("utf-8"))["mutants"]) < count):
         print("listing all places ...", flush=True)
         population = places(ROOT, SOURCES)
         mutants, passed_over = draw(ROOT, population, count, SEED)
