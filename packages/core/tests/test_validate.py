@@ -68,7 +68,8 @@ TYPES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "top-k-bool": ({"top_k": True}, ["top_k: got bool"]),
     "top-p-text": ({"top_p": "0.9"}, ["top_p: got str", "a number or None"]),
     "top-p-bool": ({"top_p": True}, ["top_p: got bool"]),
-    "stats-name": ({"stats": "is_kept"}, ["stats: got str", "names in a tuple, such as ('is_kept',)"]),
+    "stats-name": ({"stats": "is_argmax"}, ["stats: got str", "a tuple of names, such as ('is_kept',)"]),
+    "stats-none": ({"stats": None}, ["stats: got NoneType", "a tuple of names, such as ('is_kept',)"]),
 }
 VALUES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "labels-too-long": ({"labels": torch.arange(N + 1)}, ["labels: got shape (6,)", "expected (5,)", "shifted"]),
@@ -154,6 +155,7 @@ VALUES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "top-p-zero": ({"top_p": 0.0}, ["top_p: got 0.0", "more than 0 and at most 1"]),
     "top-p-percent": ({"top_p": 95}, ["top_p: got 95", "at most 1"]),
     "top-p-nan": ({"top_p": float("nan")}, ["top_p: got nan", "more than 0"]),
+    "stats-nested": ({"stats": [["is_kept"]]}, ["stats: got ['is_kept']", "'sum_sq_probs'"]),
     "stats-unknown": ({"stats": ("median",)}, ["stats: got 'median'", "'sum_sq_probs'", "'is_kept'"]),
     "ignore-index-wide": ({"ignore_index": 1 << 63}, ["ignore_index: got 9223372036854775808", "a 64-bit int"]),
     "keep-bytes-negative": ({"keep_bytes": -1}, ["keep_bytes: got -1", "at least 0"]),

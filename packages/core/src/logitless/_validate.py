@@ -81,11 +81,11 @@ def _check_head(head: LMHead, device: torch.device, hidden_size: int, leading: t
         raise InvalidInputError(f"head.scale: got {head.scale}, expected a finite number, at most {FACTOR} either way")
     if head.softcap is not None:
         _positive("head.softcap", head.softcap, FACTOR)
-    for name, value, least in (("vocab_size", head.vocab_size, 1), ("vocab_start", head.vocab_start, 0)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, torch.SymInt))):
-            raise InputTypeError(f"head.{name}: got {type(value).__qualname__}, expected an int or None")
-        if value is not None and value < least:
-            raise InvalidInputError(f"head.{name}: got {value}, expected at least {least}")
+    for name, size, lowest in (("vocab_size", head.vocab_size, 1), ("vocab_start", head.vocab_start, 0)):
+        if size is not None and (isinstance(size, bool) or not isinstance(size, (int, torch.SymInt))):
+            raise InputTypeError(f"head.{name}: got {type(size).__qualname__}, expected an int or None")
+        if size is not None and size < lowest:
+            raise InvalidInputError(f"head.{name}: got {size}, expected at least {lowest}")
     if not isinstance(head.lora, (tuple, list)):
         raise InputTypeError(f"head.lora: got {type(head.lora).__qualname__}, expected a tuple or list of pairs (u, b)")
     for i, pair in enumerate(head.lora):
@@ -187,8 +187,8 @@ def check_kept(top_k: object, top_p: object, vocab_size: int) -> tuple[int | Non
 def check_stats(stats: object) -> tuple[str, ...]:
     """The names, each once."""
     if isinstance(stats, str) or not isinstance(stats, Sequence):
-        raise InputTypeError(f"stats: got {type(stats).__qualname__}, expected names in a tuple, such as ({stats!r},)")
-    unknown = [name for name in stats if name not in STATS]
+        raise InputTypeError(f"stats: got {type(stats).__qualname__}, expected a tuple of names, such as ('is_kept',)")
+    unknown = [name for name in stats if not isinstance(name, str) or name not in STATS]
     if unknown:
         raise InvalidInputError(f"stats: got {unknown[0]!r}, expected some of {', '.join(map(repr, STATS))}")
     return tuple(dict.fromkeys(stats))
