@@ -107,8 +107,9 @@ class Call:
     @property
     def stats_rows(self) -> int:
         """Numbers of each token that the backend's forward leaves for its backward."""
-        several = self.labels.ndim == 2
-        return 4 + (self.labels.shape[1] if several else 1) if several or self.truncated else 4
+        if self.labels.ndim == 2:
+            return 4 + self.labels.shape[1]
+        return 5 if self.truncated else 4
 
     def kept_shape(
         self, entropy: bool, entropy_grad: bool, keep_bytes: int, stats: Sequence[str] = ()
@@ -234,11 +235,13 @@ class Call:
 _FIELDS = tuple(field.name for field in fields(Call))
 
 
-def spread(values: Tensor, live: Tensor | None, n_tokens: int) -> Tensor:
-    """[..., n] of live tokens to [..., N], 0 elsewhere."""
+def spread(values: Tensor, live: Tensor | None, n_tokens: int, dim: int = -1) -> Tensor:
+    """The n live tokens along `dim` to all N, 0 elsewhere."""
     if live is None:
         return values
-    return values.new_zeros(*values.shape[:-1], n_tokens).index_copy_(-1, live, values)
+    shape = list(values.shape)
+    shape[dim] = n_tokens
+    return values.new_zeros(shape).index_copy_(dim, live, values)
 
 
 def _resolve(requested: str | None, **asked: Any) -> str:

@@ -17,8 +17,12 @@ __all__ = ["Live", "SomeIgnored"]
 
 
 FACTS = (
-    *("live labels", "least label", "greatest label", "bad temperatures"),
-    *("checksum of labels", "checksum of temperatures"),
+    "live labels",
+    "least label",
+    "greatest label",
+    "bad temperatures",
+    "checksum of labels",
+    "checksum of temperatures",
 )
 
 

@@ -51,8 +51,7 @@ def _forward(call: Call, problem: Problem, entropy: bool, entropy_grad: bool, ke
     with plain_arithmetic(call.hidden.device):
         out = call.plugin.forward(problem, entropy=entropy, entropy_grad=entropy_grad, kept_shape=kept_shape)
     n_tokens, index = call.labels.shape[0], problem.live
-    log_probs, stats = out.log_probs, spread(out.stats, index, n_tokens)
-    log_probs = spread(log_probs, index, n_tokens) if log_probs.ndim == 1 else _spread_rows(log_probs, index, n_tokens)
+    log_probs, stats = spread(out.log_probs, index, n_tokens, 0), spread(out.stats, index, n_tokens)
     entropies = log_probs.new_empty(0) if out.entropy is None else spread(out.entropy, index, n_tokens)
     extras = None if out.extras is None else spread(out.extras, index, n_tokens)
     if not call.validate:
@@ -60,11 +59,6 @@ def _forward(call: Call, problem: Problem, entropy: bool, entropy_grad: bool, ke
     elif log_probs.ndim == 2:
         log_probs = log_probs.masked_fill_(call.labels == call.ignore_index, 0.0)
     return Forwarded(log_probs, entropies, stats, out.kept, extras)
-
-
-def _spread_rows(values: Tensor, live: Tensor | None, n_tokens: int) -> Tensor:
-    """[n, K] of live tokens to [N, K], 0 elsewhere."""
-    return values if live is None else values.new_zeros(n_tokens, values.shape[1]).index_copy_(0, live, values)
 
 
 @torch.library.custom_op(

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from logitless._arithmetic import plain_arithmetic
-from logitless._call import Call, make_call
-from logitless._ops import _CALL, _SIZE, _looked_on, _spread_rows
+from logitless._call import Call, make_call, spread
+from logitless._ops import _CALL, _SIZE, _looked_on
 from logitless._validate import mask_labels
 from logitless.errors import InputTypeError, InvalidInputError
 from logitless.head import LMHead
@@ -40,7 +40,7 @@ def _best(call: Call, k: int) -> tuple[Tensor, Tensor]:
     with plain_arithmetic(call.hidden.device):
         ids, log_probs = plugin.top_k_log_probs(call.problem(live.indices), k)
     n_tokens = call.labels.shape[0]
-    ids, log_probs = (_spread_rows(x, live.indices, n_tokens) for x in (ids, log_probs))
+    ids, log_probs = (spread(x, live.indices, n_tokens, 0) for x in (ids, log_probs))
     ignored_N1 = (call.labels == call.ignore_index).unsqueeze(1)
     return ids.masked_fill_(ignored_N1, IGNORED), log_probs.masked_fill_(ignored_N1, 0.0)
 

@@ -90,7 +90,7 @@ def _told(group: Any) -> Iterator[None]:
 
 
 def gather_stacked(x: Tensor, group: Any) -> Tensor:
-    """[k, n] of every rank: [size, k, n]."""
+    """[...] of every rank: [size, ...]."""
     return all_gather_rows(x.unsqueeze(0), group)
 
 
@@ -140,8 +140,8 @@ def check_agreement(group: Any, facts: Mapping[str, object], device: torch.devic
     They travel as text in a tensor of fixed length: torch's own gathering of objects needs numpy.
     """
     text = json.dumps({name: _brief(fact) for name, fact in facts.items()}).encode().ljust(FACTS_BYTES)
-    gathered = gather_stacked(torch.tensor([list(text)], dtype=torch.uint8, device=device), group)
-    everyone = [json.loads(bytes(one[0].tolist())) for one in gathered]
+    gathered = gather_stacked(torch.tensor(list(text), dtype=torch.uint8, device=device), group)
+    everyone = [json.loads(bytes(one.tolist())) for one in gathered]
     names = dict.fromkeys(name for one in everyone for name in one)
     differing = [name for name in names if len({one.get(name) for one in everyone}) > 1]
     if differing:
@@ -171,7 +171,7 @@ class Agreement:
     def gather(self, values: Tensor) -> Tensor:
         """[size, k + 3] of [k] int64 values, of the same k on every rank, the facts as one number, and the span."""
         own = torch.cat((values, values.new_tensor([_number(self.facts), *self.span])))
-        return gather_stacked(own.unsqueeze(0), self.group).squeeze(1)
+        return gather_stacked(own, self.group)
 
     def checked(self, everyone: list[list[int]], names: tuple[str, ...], device: torch.device) -> list[int]:
         """This rank's values; raises on every rank if they or the facts differ, or vocab rows are not on one rank."""

@@ -298,16 +298,16 @@ def linear_kl(
 
 def _labels(hidden: Tensor, ref_hidden: Tensor, mask: Tensor | None) -> Tensor:
     """[...] 0 where a token is live, -1 elsewhere: what calls know tokens by."""
-    for name, x in (("hidden", hidden), ("ref_hidden", ref_hidden)):
-        if not isinstance(x, Tensor):
-            raise InputTypeError(f"{name}: got {type(x).__qualname__}, expected a tensor [..., D]")
+    labels = mask_labels(hidden, mask, -1)
+    if not isinstance(ref_hidden, Tensor):
+        raise InputTypeError(f"ref_hidden: got {type(ref_hidden).__qualname__}, expected a tensor [..., E]")
     shape = hidden.shape[:-1]
     if ref_hidden.shape[:-1] != shape or ref_hidden.device != hidden.device:
         raise InvalidInputError(
             f"ref_hidden: got shape {tuple(ref_hidden.shape)} on {ref_hidden.device}, expected {tuple(shape)} and a "
             f"last dimension of its own, on {hidden.device}: the same tokens as hidden's {tuple(hidden.shape)}"
         )
-    return mask_labels(hidden, mask, -1)
+    return labels
 
 
 def _check(heads: list[Any], direction: object, beta: object) -> None:

@@ -175,9 +175,7 @@ class Forwarded:
     entropy: Tensor | None  # [n], same dtype
     stats: Tensor  # [4, n], or [4 + K, n] with a kept set or several labels, same dtype; opaque to core
     kept: Tensor  # [kept_shape] uint8; opaque to core
-    extras: Tensor | None = (
-        None  # [rows, n], same dtype: `Problem.stats` in their order, each a row, or K of each label
-    )
+    extras: Tensor | None = None  # [rows, n], same dtype: each of `Problem.stats` a row, or K where it is of a label
 
 
 @dataclass(frozen=True, slots=True)
