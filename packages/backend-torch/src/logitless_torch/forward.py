@@ -20,7 +20,7 @@ from logitless.types import Forwarded, Problem
 from logitless_torch.kept import kept_pass
 from logitless_torch.tiles import FLOOR, Columns, KeptTiles, Rows, TilePlan, label_columns
 
-__all__ = ["FLOOR", "KeptTiles", "Statistics", "forward", "forward_pass", "label_columns", "tile_statistics"]
+__all__ = ["Statistics", "forward", "forward_pass", "tile_statistics"]
 
 
 @dataclass(frozen=True, slots=True)

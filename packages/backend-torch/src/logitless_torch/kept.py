@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from logitless.collectives import gather_stacked
-from logitless.types import Forwarded
+from logitless.types import STATS, Forwarded
 from logitless_torch.tiles import FLOOR, KeptTiles, Rows, TilePlan, label_columns
 
 __all__ = ["kept_pass"]
@@ -51,7 +51,7 @@ def kept_pass(plan: TilePlan, tokens: range, kept: Tensor) -> Forwarded:
 def _nothing(plan: TilePlan, labels: int) -> Forwarded:
     """Scores of no token."""
     like = plan.problem.hidden.new_empty(0, dtype=plan.dtype)
-    rows = sum(labels if name.startswith("is_") else 1 for name in plan.problem.stats)
+    rows = sum(labels if STATS[name] else 1 for name in plan.problem.stats)
     extras = like.new_empty(rows, 0)
     return Forwarded(like.new_empty(0, labels), like, like.new_empty(4 + labels, 0), like, extras)
 
@@ -185,7 +185,7 @@ class _Block:
             e.masked_fill_(z <= limit_r1 if above else z < limit_r1, 0.0)
             mass_r += e.sum(1)
         if self.group is not None:
-            mass_r = gather_stacked(mass_r.unsqueeze(0), self.group).sum(0).squeeze(0)
+            mass_r = gather_stacked(mass_r, self.group).sum(0)
         return mass_r
 
     # Sums over what is kept

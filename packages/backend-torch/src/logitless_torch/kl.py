@@ -23,8 +23,7 @@ from torch import Tensor
 from logitless.collectives import gather_stacked
 from logitless.types import Gradients, Needs, Problem
 from logitless_torch.backward import NEGLIGIBLE, Sums
-from logitless_torch.forward import FLOOR
-from logitless_torch.tiles import Columns, KeptTiles, Rows, TilePlan
+from logitless_torch.tiles import FLOOR, Columns, KeptTiles, Rows, TilePlan
 
 __all__ = ["kl_backward", "kl_forward"]
 
@@ -35,12 +34,11 @@ class Plans:
     """Both heads' tiles, cut alike; each may take half of the workspace, and of what is kept."""
 
     def __init__(self, student: Problem, teacher: Problem, kept: Tensor | None) -> None:
-        halves = (replace(p, workspace_bytes=max(1, p.workspace_bytes // 2)) for p in (student, teacher))
-        self.both = (TilePlan(next(halves)), TilePlan(next(halves)))
-        for name in ("rows", "columns"):
-            least = min(getattr(plan, name) for plan in self.both)
-            for plan in self.both:
-                setattr(plan, name, least)
+        half = max(1, student.workspace_bytes // 2)
+        self.both = tuple(TilePlan(replace(p, workspace_bytes=half)) for p in (student, teacher))
+        rows, columns = min(plan.rows for plan in self.both), min(plan.columns for plan in self.both)
+        for plan in self.both:
+            plan.rows, plan.columns = rows, columns
         self.halves = student.hidden.new_empty(2, 0, dtype=torch.uint8) if kept is None else kept.view(2, -1)
 
     def sweep(self, *, again: bool) -> Iterator[tuple[Columns, Columns]]:

@@ -26,10 +26,8 @@ def policy_loss(
     sums = Sums(plan, needs, grad_buffer, by_tile=False)
     # The whole vocabulary, not this rank's: ranks with uneven shards must make the same chunks.
     row_bytes = problem.vocab_size * plan.dtype.itemsize
-    blocks = plan.spare_bytes // (plan.rows * row_bytes)
+    blocks = 1 if plan.held else plan.spare_bytes // (plan.rows * row_bytes)
     chunk = max(1, blocks) * plan.rows
-    if plan.held:
-        blocks, chunk = 1, plan.rows
     kept_bytes = min(chunk, plan.n) * problem.vocab_valid * plan.dtype.itemsize if blocks else 0
     kept = problem.hidden.new_empty(kept_bytes, dtype=torch.uint8)
     log_prob_n = problem.hidden.new_empty(plan.n, dtype=plan.dtype)
