@@ -26,7 +26,7 @@ from logitless_hf.attention import FLASH, PACKED, attention_configs, implementat
 from logitless_hf.binding import bind, binding_of, unbind
 from logitless_hf.labels import IGNORE_INDEX
 from logitless_hf.outputs import CausalLMOutputForPPO
-from logitless_hf.probe import probe_tokens, undisturbed
+from logitless_hf.probe import probe_tokens, set_mode, undisturbed
 from logitless_hf.recurrent import recurrent_layers
 from logitless_hf.scoring import Uncast
 
@@ -302,8 +302,7 @@ def _fault(forward: PackedForward) -> str | None:
     model = forward.model
     with undisturbed(model):
         parts = _probe(model)  # in here, since gradients take no tensors that were made in the caller's inference_mode
-        for module in model.modules():
-            module.training = False
+        set_mode(model, training=False)
         together = _scores(forward, parts)
         alone = torch.cat([_alone(model, part) for part in parts])
         same = parts[0][:1].expand_as(parts[0])
@@ -340,7 +339,7 @@ def _padded(model: nn.Module) -> PackedForward:
     why = _fault(forward)
     if why:
         forward = PackedForward(model, "bshd", own_positions=True)
-        why = why and _fault(forward)
+        why = _fault(forward)
     if why:
         raise _refused(model, f"{why}; layout='thd' has no padding")
     return forward

@@ -25,7 +25,7 @@ from logitless_hf.capture import capture, check_linear, first_stream
 from logitless_hf.head import find_head
 from logitless_hf.sharding import resharded
 
-__all__ = ["Transform", "identify", "probe_inputs", "probe_tokens", "undisturbed"]
+__all__ = ["Transform", "identify", "probe_inputs", "probe_tokens", "set_mode", "undisturbed"]
 
 BATCH, LENGTH = 2, 4
 SMALLEST, LARGEST = 2.0**-12, 2.0**24  # the one tells the slope, the other a cap
@@ -77,6 +77,12 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
             if buffer is not None and copy is not None and not torch.equal(buffer, copy):
                 with torch.no_grad():
                     buffer.copy_(copy)
+
+
+def set_mode(model: nn.Module, training: bool) -> None:
+    """Of every module; not by `model.train()`, which a class may override."""
+    for module in model.modules():
+        module.training = training
 
 
 @contextmanager
@@ -274,8 +280,7 @@ def identify(model: nn.Module, call: Callable[..., Any]) -> Transform:
     points = _points(find_head(model).linear.out_features)
     found = []
     for training in (False, True):
-        for module in model.modules():
-            module.training = training
+        set_mode(model, training)
         check_linear(model, lambda: call(**probe_inputs(model)))
         found.append(_identify(model, call, points))
     if found[0] != found[1]:

@@ -19,7 +19,7 @@ from logitless_hf.capture import OTHERWISE, call_head, capture, emptied
 from logitless_hf.head import find_head, has_weights
 from logitless_hf.labels import IGNORE_INDEX, next_token_labels
 from logitless_hf.outputs import CausalLMOutputForPPO, scored_output
-from logitless_hf.probe import Transform, identify, probe_inputs, probe_tokens, undisturbed
+from logitless_hf.probe import Transform, identify, probe_inputs, probe_tokens, set_mode, undisturbed
 from logitless_hf.sharding import HeadRows, Results
 from logitless_hf.values import is_value_model, valued_output
 
@@ -91,13 +91,13 @@ class HeadReport:
         rows, size = head.linear.weight.shape
         return cls(
             type(model).__qualname__,
-            rows,
-            size,
-            head.linear.weight.dtype,
-            head.linear.bias is not None,
-            transform.scale,
-            transform.softcap,
-            head.adapters,
+            vocab_size=rows,
+            hidden_size=size,
+            dtype=head.linear.weight.dtype,
+            bias=head.linear.bias is not None,
+            scale=transform.scale,
+            softcap=transform.softcap,
+            adapters=head.adapters,
             own_forward=head.own,
             offset=transform.offset,
         )
@@ -357,8 +357,7 @@ def examine(model: nn.Module, plain: Callable[..., Any], scored: Callable[..., C
 @torch.no_grad()
 def _own_logits(model: nn.Module, plain: Callable[..., Any]) -> Tensor:
     """What the model makes of the probe's tokens, in eval mode; [batch, position, vocabulary]."""
-    for module in model.modules():
-        module.training = False
+    set_mode(model, training=False)
     output = plain(**probe_inputs(model))
     logits = getattr(output, "logits", None)
     if not isinstance(logits, Tensor) or isinstance(logits, DTensor):
@@ -372,8 +371,7 @@ def _self_check(
     model: nn.Module, report: HeadReport, logits: Tensor, scored: Callable[..., CausalLMOutputForPPO]
 ) -> None:
     """Scores of eight tokens against the model's own logits, in eval mode."""
-    for module in model.modules():
-        module.training = False
+    set_mode(model, training=False)
     if logits.shape[-1] != report.vocab_size:
         raise UnsupportedError(
             f"the model gives {logits.shape[-1]} of {report.vocab_size} logits: a tensor-parallel plan that leaves "
