@@ -23,9 +23,21 @@ from logitless._live import Live
 from logitless.errors import UnsupportedError
 from logitless.types import STATS, Forwarded, Gradients, Needs, Problem
 
-__all__ = ["linear_log_probs_op", "scores"]
+__all__ = [
+    "LABELS",
+    "SCHEMA",
+    "SIZE",
+    "TENSORS",
+    "TYPES",
+    "batched",
+    "linear_log_probs_op",
+    "live_order",
+    "looked_on",
+    "no_double_backward",
+    "scores",
+]
 
-_TYPES = {
+TYPES = {
     "Tensor": "Tensor",
     "Tensor | None": "Tensor?",
     "float": "float",
@@ -35,9 +47,10 @@ _TYPES = {
     "bool": "bool",
     "str": "str",
 }
-_CALL = ", ".join(f"{_TYPES[str(field.type)]} {field.name}" for field in fields(Call))
-_SIZE = len(fields(Call))
-_TENSORS, _LABELS = 7, 5  # of a call, its first fields; the first five are differentiable, and then come labels
+# Of a call: its fields as ops take them; how many they are, and of these tensors, which come first, the five that are
+# differentiable before labels.
+SCHEMA = ", ".join(f"{TYPES[str(field.type)]} {field.name}" for field in fields(Call))
+SIZE, TENSORS, LABELS = len(fields(Call)), 7, 5
 
 
 def _asked(call: Call, entropy: bool, entropy_grad: bool, wanted: Sequence[str]) -> Live:
@@ -64,7 +77,7 @@ def _forward(call: Call, problem: Problem, entropy: bool, entropy_grad: bool, ke
 @torch.library.custom_op(
     "logitless::linear_log_probs",
     mutates_args=(),
-    schema=f"({_CALL}, bool entropy, bool entropy_grad, SymInt keep_bytes, str[] wanted)"
+    schema=f"({SCHEMA}, bool entropy, bool entropy_grad, SymInt keep_bytes, str[] wanted)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def linear_log_probs_op(*args: Any) -> tuple[Tensor, ...]:
@@ -73,7 +86,7 @@ def linear_log_probs_op(*args: Any) -> tuple[Tensor, ...]:
     `order` begins with the live tokens' indices; log_probs are in labels' shape; extras are the wanted statistics,
     [rows, N].
     """
-    call, (entropy, entropy_grad, keep_bytes, wanted) = Call(*args[:_SIZE]), args[_SIZE:]
+    call, (entropy, entropy_grad, keep_bytes, wanted) = Call(*args[:SIZE]), args[SIZE:]
     live = _asked(call, entropy, entropy_grad, wanted)
 
     def solve(problem: Problem) -> Forwarded:
@@ -82,10 +95,10 @@ def linear_log_probs_op(*args: Any) -> tuple[Tensor, ...]:
     out = call.solved(live, solve, tuple(wanted))
     extras = out.log_probs.new_empty(0, call.labels.shape[0]) if out.extras is None else out.extras
     assert out.entropy is not None
-    return out.log_probs, out.entropy, out.stats, *_order(call, live.indices), out.kept, extras
+    return out.log_probs, out.entropy, out.stats, *live_order(call, live.indices), out.kept, extras
 
 
-def _order(call: Call, live: Tensor | None) -> tuple[Tensor, Tensor]:
+def live_order(call: Call, live: Tensor | None) -> tuple[Tensor, Tensor]:
     """[N] that begins with the live tokens' indices, and [] on the host, how many they are."""
     order, count = call.labels.new_zeros(call.labels.shape[0]), call.labels.shape[0]
     if live is not None:
@@ -96,7 +109,7 @@ def _order(call: Call, live: Tensor | None) -> tuple[Tensor, Tensor]:
 
 @linear_log_probs_op.register_fake
 def _(*args: Any) -> tuple[Tensor, ...]:
-    call, (entropy, entropy_grad, keep_bytes, wanted) = Call(*args[:_SIZE]), args[_SIZE:]
+    call, (entropy, entropy_grad, keep_bytes, wanted) = Call(*args[:SIZE]), args[SIZE:]
     n_tokens = call.labels.shape[0]
     log_probs = call.hidden.new_empty(call.labels.shape, dtype=call.accumulation_dtype)
     return (
@@ -153,12 +166,12 @@ def _gradients(
 @torch.library.custom_op(
     "logitless::linear_log_probs_backward",
     mutates_args=(),
-    schema=f"({_CALL}, Tensor stats, Tensor order, Tensor live_count, Tensor kept, Tensor grad_log_probs,"
+    schema=f"({SCHEMA}, Tensor stats, Tensor order, Tensor live_count, Tensor kept, Tensor grad_log_probs,"
     " Tensor? grad_entropy, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _backward_op(*args: Any) -> tuple[Tensor, ...]:
     """Gradients of `Call.differentiable`; an empty tensor for each that is not needed, since ops return tensors."""
-    call, (stats, order, live_count, kept, grad_log_probs, grad_entropy, needs) = Call(*args[:_SIZE]), args[_SIZE:]
+    call, (stats, order, live_count, kept, grad_log_probs, grad_entropy, needs) = Call(*args[:SIZE]), args[SIZE:]
     count = int(live_count)
     made = Made(stats, None if count == call.labels.shape[0] else order[:count], kept)
     found = _gradients(call, made, grad_log_probs, grad_entropy, needs, None)
@@ -168,35 +181,35 @@ def _backward_op(*args: Any) -> tuple[Tensor, ...]:
 
 @_backward_op.register_fake
 def _(*args: Any) -> tuple[Tensor, ...]:
-    call, needs = Call(*args[:_SIZE]), args[-1]
+    call, needs = Call(*args[:SIZE]), args[-1]
     return tuple(
         call.hidden.new_empty(0) if tensor is None or not needed else tensor.new_empty(tensor.shape)
         for tensor, needed in zip(call.differentiable, needs, strict=True)
     )
 
 
-def _no_double_backward(ctx: Any, *grads: Tensor) -> None:
+def no_double_backward(ctx: Any, *grads: Tensor) -> None:
     raise UnsupportedError(FIRST_ONLY)
 
 
-_backward_op.register_autograd(_no_double_backward)
+_backward_op.register_autograd(no_double_backward)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs[:_TENSORS], *output[2:6])
-    ctx.numbers = inputs[_TENSORS:_SIZE]
+    ctx.save_for_backward(*inputs[:TENSORS], *output[2:6])
+    ctx.numbers = inputs[TENSORS:SIZE]
 
 
 def _backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None, *_: Any) -> tuple[Any, ...]:
     saved = ctx.saved_tensors  # once: activation checkpointing recomputes at the first look, and forbids a second
-    unfound = (None,) * (_SIZE + 4 - 5)
+    unfound = (None,) * (SIZE + 4 - 5)
     if grad_log_probs is None and grad_entropy is None:
         return (None,) * 5 + unfound
     if grad_log_probs is None:
-        grad_log_probs = saved[_TENSORS].new_zeros(saved[_LABELS].shape)
+        grad_log_probs = saved[TENSORS].new_zeros(saved[LABELS].shape)
     needs = list(ctx.needs_input_grad[:5])
-    inputs, made = saved[:_TENSORS], saved[_TENSORS:]
+    inputs, made = saved[:TENSORS], saved[TENSORS:]
     grads = _backward_op(*inputs, *ctx.numbers, *made, grad_log_probs, grad_entropy, needs)
     return (*(grad if needed else None for grad, needed in zip(grads, needs, strict=True)), *unfound)
 
@@ -212,9 +225,9 @@ class _Plain(Function):
         problem, grad_buffer, *asked = options
         out, args = _forward(call, problem, *asked), call.args
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*args[:_TENSORS], out.stats, problem.live, out.kept)
+        ctx.save_for_backward(*args[:TENSORS], out.stats, problem.live, out.kept)
         # grad_buffer isn't saved: one backward may write it before another's has run
-        ctx.numbers, ctx.grad_buffer, ctx.spent = args[_TENSORS:], grad_buffer, False
+        ctx.numbers, ctx.grad_buffer, ctx.spent = args[TENSORS:], grad_buffer, False
         if out.extras is not None:
             ctx.mark_non_differentiable(out.extras)
         return out.log_probs, out.entropy, out.extras  # type: ignore[return-value]
@@ -224,7 +237,7 @@ class _Plain(Function):
         saved = ctx.saved_tensors  # once, as above
         if grad_log_probs is None and grad_entropy is None:
             return (None,) * 7
-        call, made = Call(*saved[:_TENSORS], *ctx.numbers), Made(*saved[_TENSORS:])
+        call, made = Call(*saved[:TENSORS], *ctx.numbers), Made(*saved[TENSORS:])
         if ctx.spent:  # a last backward failed, memory was short perhaps, once it had overwritten what was kept
             made = replace(made, kept=made.kept[:0])
         if grad_log_probs is None:
@@ -232,8 +245,8 @@ class _Plain(Function):
         needs = list(ctx.needs_input_grad[2:])
         if ctx.grad_buffer is not None:
             if torch.is_grad_enabled():  # a graph of this backward is being made, and the buffer cannot take part
-                _no_double_backward(ctx)
-            if _batched(grad_log_probs, grad_entropy):
+                no_double_backward(ctx)
+            if batched(grad_log_probs, grad_entropy):
                 raise UnsupportedError(
                     "head.grad_buffer: got a batch of backwards at once (is_grads_batched, vectorize), expected one "
                     "backward at a time; leave the buffer out"
@@ -242,8 +255,8 @@ class _Plain(Function):
         # Through the op, which knows how to refuse a second derivative, takes batches of gradients apart, and which
         # compiled autograd does not trace into.
         traced = torch.compiler.is_compiling() and ctx.grad_buffer is None
-        if traced or torch.is_grad_enabled() or _batched(grad_log_probs, grad_entropy):
-            made_op = (made.stats, *_order(call, made.live), made.kept)
+        if traced or torch.is_grad_enabled() or batched(grad_log_probs, grad_entropy):
+            made_op = (made.stats, *live_order(call, made.live), made.kept)
             grads = _backward_op(*call.args, *made_op, grad_log_probs, grad_entropy, needs)
             found = Gradients(*(grad if needed else None for grad, needed in zip(grads, needs, strict=True)))
         else:
@@ -253,12 +266,12 @@ class _Plain(Function):
         return None, None, found.hidden, weight, found.bias, found.lora_u, found.lora_b
 
 
-def _batched(*grads: Tensor | None) -> bool:
+def batched(*grads: Tensor | None) -> bool:
     """Whether autograd runs many backwards at once, one for each of a batch of upstream gradients."""
     return any(grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad) for grad in grads)
 
 
-def _looked_on(tensors: tuple[Tensor | None, ...]) -> bool:
+def looked_on(tensors: tuple[Tensor | None, ...]) -> bool:
     """Whether something sees calls of ops, and must: a compiler, a mode, torch.func, a tensor of another class."""
     return (
         torch.compiler.is_compiling()
@@ -273,7 +286,7 @@ def scores(
 ) -> tuple[Tensor, Tensor, dict[str, Tensor] | None]:
     """log_probs [N] or [N, K], and entropy [N] (or [0]), of a call, differentiable; the wanted statistics by name."""
     options = (entropy, entropy_grad, keep_bytes)
-    if grad_buffer is None and _looked_on(call.differentiable):
+    if grad_buffer is None and looked_on(call.differentiable):
         log_probs, entropies, *_, extras = linear_log_probs_op(*call.args, *options, list(wanted))
     else:
         live = _asked(call, entropy, entropy_grad, wanted)

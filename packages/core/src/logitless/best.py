@@ -9,7 +9,7 @@ from torch import Tensor
 
 from logitless._arithmetic import plain_arithmetic
 from logitless._call import Call, make_call, spread
-from logitless._ops import _CALL, _SIZE, _looked_on
+from logitless._ops import LABELS, SCHEMA, SIZE, looked_on
 from logitless._validate import mask_labels
 from logitless.errors import InputTypeError, InvalidInputError
 from logitless.head import LMHead
@@ -21,16 +21,16 @@ IGNORED = -100
 
 
 @torch.library.custom_op(
-    "logitless::top_k_log_probs", mutates_args=(), schema=f"({_CALL}, SymInt k) -> (Tensor, Tensor)"
+    "logitless::top_k_log_probs", mutates_args=(), schema=f"({SCHEMA}, SymInt k) -> (Tensor, Tensor)"
 )
 def top_k_log_probs_op(*args: Any) -> tuple[Tensor, Tensor]:
     """Ids [N, k] and log-probs [N, k]; -100 and 0 where ignored."""
-    return _best(Call(*args[:_SIZE]), args[_SIZE])
+    return _best(Call(*args[:SIZE]), args[SIZE])
 
 
 @top_k_log_probs_op.register_fake
 def _(*args: Any) -> tuple[Tensor, Tensor]:
-    call, shape = Call(*args[:_SIZE]), (args[5].shape[0], args[_SIZE])
+    call, shape = Call(*args[:SIZE]), (args[LABELS].shape[0], args[SIZE])
     return call.labels.new_empty(shape), call.hidden.new_empty(shape, dtype=call.accumulation_dtype)
 
 
@@ -104,7 +104,7 @@ def top_k_log_probs(
     if not 1 <= k <= call.vocab_size:
         raise InvalidInputError(f"k: got {k}, expected 1 to the vocabulary's size, {call.vocab_size}")
     with torch.no_grad():
-        found = (top_k_log_probs_op if _looked_on(call.differentiable) else _through)(*call.args, k)
+        found = (top_k_log_probs_op if looked_on(call.differentiable) else _through)(*call.args, k)
     ids, log_probs = (x.view(*hidden.shape[:-1], k) for x in found)
     if needs_grad:
         log_probs = linear_log_probs(hidden, head, ids, entropy=False, ignore_index=IGNORED, **options).log_probs
@@ -112,4 +112,4 @@ def top_k_log_probs(
 
 
 def _through(*args: Any) -> tuple[Tensor, Tensor]:
-    return _best(Call(*args[:_SIZE]), args[_SIZE])
+    return _best(Call(*args[:SIZE]), args[SIZE])

@@ -16,7 +16,7 @@ from torch.autograd import Function
 
 from logitless._arithmetic import plain_arithmetic
 from logitless._call import Call, make_call, spread
-from logitless._ops import _SIZE, _TENSORS, _TYPES, _batched, _looked_on, _no_double_backward, _order
+from logitless._ops import SIZE, TENSORS, TYPES, batched, live_order, looked_on, no_double_backward
 from logitless._validate import mask_labels
 from logitless.errors import InputTypeError, InvalidInputError
 from logitless.head import LMHead
@@ -41,7 +41,7 @@ class Pair:
     @classmethod
     def of(cls, args: Any) -> Pair:
         """From what the ops take."""
-        return cls(Call(*args[:_SIZE]), Call(*args[_SIZE : 2 * _SIZE]), *args[2 * _SIZE : ARGUMENTS])
+        return cls(Call(*args[:SIZE]), Call(*args[SIZE : 2 * SIZE]), *args[2 * SIZE : ARGUMENTS])
 
     @property
     def args(self) -> list[Any]:
@@ -99,9 +99,9 @@ def _given(kept: Tensor) -> dict[str, Tensor]:
     return {"kept": kept} if kept.numel() else {}
 
 
-ARGUMENTS = 2 * _SIZE + 3  # of the forward op
+ARGUMENTS = 2 * SIZE + 3  # of the forward op
 _SCHEMA = ", ".join(
-    [f"{_TYPES[str(field.type)]} {prefix}{field.name}" for prefix in ("", "ref_") for field in fields(Call)]
+    [f"{TYPES[str(field.type)]} {prefix}{field.name}" for prefix in ("", "ref_") for field in fields(Call)]
     + ["str direction", "float beta", "SymInt keep_bytes"]
 )
 
@@ -113,7 +113,7 @@ def linear_kl_op(*args: Any) -> tuple[Tensor, ...]:
     """(divergence [N], stats [5, N], kept, order [N], live_count [] on the host), as `linear_log_probs_op`'s."""
     pair = Pair.of(args)
     value, stats, kept, index = pair.forward()
-    return value, stats, kept, *_order(pair.student, index)
+    return value, stats, kept, *live_order(pair.student, index)
 
 
 @linear_kl_op.register_fake
@@ -150,11 +150,11 @@ def _(*args: Any) -> tuple[Tensor, ...]:
     )
 
 
-_backward_op.register_autograd(_no_double_backward)
+_backward_op.register_autograd(no_double_backward)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
-    tensors = [at for at in range(2 * _SIZE) if at % _SIZE < _TENSORS]
+    tensors = [at for at in range(2 * SIZE) if at % SIZE < TENSORS]
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*(inputs[at] for at in tensors), *output[1:])
     ctx.rest = [None if at in tensors else value for at, value in enumerate(inputs)]
@@ -165,8 +165,8 @@ def _restored(ctx: Any) -> tuple[list[Any], Any]:
     saved = ctx.saved_tensors  # once: activation checkpointing recomputes at the first look, and forbids a second
     args = list(ctx.rest)
     for call in range(2):
-        args[call * _SIZE : call * _SIZE + _TENSORS] = saved[call * _TENSORS : (call + 1) * _TENSORS]
-    return args, saved[2 * _TENSORS :]
+        args[call * SIZE : call * SIZE + TENSORS] = saved[call * TENSORS : (call + 1) * TENSORS]
+    return args, saved[2 * TENSORS :]
 
 
 def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
@@ -201,8 +201,8 @@ class _Plain(Function):
             return (None,) * ARGUMENTS
         (args, (stats, kept, index)), needs = _restored(ctx), list(ctx.needs_input_grad[:5])
         pair = Pair.of(args)
-        if torch.compiler.is_compiling() or torch.is_grad_enabled() or _batched(grad):  # as in `logitless._ops`
-            return _through_op(args, (stats, kept, *_order(pair.student, index)), grad, needs)
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or batched(grad):  # as in `logitless._ops`
+            return _through_op(args, (stats, kept, *live_order(pair.student, index)), grad, needs)
         found = pair.backward(stats, kept, index, grad, needs)
         gradients = (found.hidden, found.weight, found.bias, found.lora_u, found.lora_b)
         return (*gradients, *(None,) * (ARGUMENTS - 5))
@@ -289,7 +289,7 @@ def linear_kl(
         )
     _check_alike(student, teacher)
     pair = Pair(student, teacher, direction, float(beta), keep_bytes if needs_grad else 0)
-    if _looked_on((*student.differentiable, *teacher.differentiable)):
+    if looked_on((*student.differentiable, *teacher.differentiable)):
         value: Tensor = linear_kl_op(*pair.args)[0]
     else:
         value = _Plain.apply(*pair.args)  # type: ignore[no-untyped-call]

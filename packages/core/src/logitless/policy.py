@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.autograd import Function
 
 from logitless._arithmetic import plain_arithmetic
 from logitless._call import FIRST_ONLY, Call, make_call, spread
-from logitless._ops import _batched
+from logitless._ops import batched
 from logitless.errors import InputTypeError, InvalidInputError, LogitlessError, UnsupportedError
 from logitless.head import LMHead
 from logitless.types import Needs, PolicyResult, Problem, TokenLogProbs
@@ -75,6 +76,17 @@ def _unhooked() -> AbstractContextManager[Any]:
     return torch.autograd.graph.saved_tensors_hooks(lambda tensor: (tensor, tensor._version), give)
 
 
+@dataclass(slots=True)
+class _Asked:
+    """Of a call, what its backend's `Problem` does not tell."""
+
+    loss_fn: LossFn
+    entropy: bool
+    entropy_grad: bool
+    grad_buffer: Tensor | None
+    with_grad: bool  # whether any gradient is to be made
+
+
 class _ChunkLoss:
     """The caller's `loss_fn` as a backend's `TokenLoss`: checks what it returns and sums the loss.
 
@@ -82,11 +94,9 @@ class _ChunkLoss:
         order: the tokens that the backend was told to score.
     """
 
-    def __init__(
-        self, call: Call, problem: Problem, order: Tensor, loss_fn: LossFn, entropy_grad: bool, with_grad: bool
-    ) -> None:
-        self.call, self.settle, self.order, self.loss_fn = call, problem.settle, order, loss_fn
-        self.entropy_grad, self.with_grad = entropy_grad, with_grad
+    def __init__(self, call: Call, problem: Problem, order: Tensor, asked: _Asked) -> None:
+        self.call, self.settle, self.order, self.loss_fn = call, problem.settle, order, asked.loss_fn
+        self.entropy_grad, self.with_grad = asked.entropy_grad, asked.with_grad
         self.parts: list[Tensor] = []
 
     def total(self) -> Tensor:
@@ -161,19 +171,21 @@ class _ChunkLoss:
 
 class _PolicyLoss(Function):
     @staticmethod
-    def forward(ctx: Any, call: Call, settings: dict[str, Any], *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-        entropy, grad_buffer, with_grad = settings["entropy"], settings["grad_buffer"], settings["with_grad"]
+    def forward(ctx: Any, call: Call, asked: _Asked, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+        entropy, grad_buffer, with_grad = asked.entropy, asked.grad_buffer, asked.with_grad
         needs = list(ctx.needs_input_grad[2:]) if with_grad else [False] * 5
         needs[1] = needs[1] or (with_grad and grad_buffer is not None)
-        gradients = (with_grad, settings["entropy_grad"], call.reduce_hidden_grad and (needs[0], needs[3]))
+        gradients = (with_grad, asked.entropy_grad, call.reduce_hidden_grad and (needs[0], needs[3]))
         live, n_tokens = call.live("linear_policy_loss", entropy=entropy, gradients=gradients), call.labels.shape[0]
 
         def solve(problem: Problem) -> tuple[PolicyResult, Tensor]:
             order = torch.arange(n_tokens, device=call.labels.device) if problem.live is None else problem.live
-            token_loss = _ChunkLoss(call, problem, order, settings["loss_fn"], settings["entropy_grad"], with_grad)
-            options = {"entropy": entropy, "needs": Needs(*needs), "grad_buffer": grad_buffer}
+            token_loss = _ChunkLoss(call, problem, order, asked)
             with plain_arithmetic(call.hidden.device):
-                return call.plugin.policy_loss(problem, token_loss=token_loss, **options), token_loss.total()
+                out = call.plugin.policy_loss(
+                    problem, entropy=entropy, token_loss=token_loss, needs=Needs(*needs), grad_buffer=grad_buffer
+                )
+                return out, token_loss.total()
 
         (out, total), index = call.solved(live, solve), live.indices
         log_probs = spread(out.log_probs, index, n_tokens)
@@ -192,7 +204,7 @@ class _PolicyLoss(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
             raise UnsupportedError(FIRST_ONLY)
-        if _batched(*grads):
+        if batched(*grads):
             raise UnsupportedError(
                 "linear_policy_loss: got a batch of backwards at once (is_grads_batched, vectorize), expected one; "
                 "take linear_log_probs"
@@ -297,7 +309,7 @@ def _single_pass(
     *,
     entropy: bool,
     entropy_grad: bool,
-    **asked: Any,
+    **of_call: Any,
 ) -> tuple[Tensor, TokenLogProbs]:
     call, needs_grad = make_call(
         hidden,
@@ -307,7 +319,7 @@ def _single_pass(
         entropy_grad=entropy_grad,
         keep_bytes=0,
         policy_loss=True,
-        **asked,
+        **of_call,
     )
     if labels.ndim == hidden.ndim:
         raise InvalidInputError(
@@ -317,12 +329,6 @@ def _single_pass(
     grad_buffer = head.grad_buffer if isinstance(head, LMHead) else None
     if needs_grad and grad_buffer is not None:
         _refuse_checkpoint()
-    settings = {
-        "loss_fn": loss_fn,
-        "entropy": entropy,
-        "entropy_grad": entropy_grad,
-        "grad_buffer": grad_buffer,
-        "with_grad": needs_grad,
-    }
-    loss, log_probs, entropies = _PolicyLoss.apply(call, settings, *call.differentiable)  # type: ignore[no-untyped-call]
+    asked = _Asked(loss_fn, entropy, entropy_grad, grad_buffer, with_grad=needs_grad)
+    loss, log_probs, entropies = _PolicyLoss.apply(call, asked, *call.differentiable)  # type: ignore[no-untyped-call]
     return loss, TokenLogProbs(log_probs.view(labels.shape), entropies.view(labels.shape) if entropy else None)
