@@ -131,7 +131,7 @@ def divergences(tile: Tile) -> dict[str, Any]:
 def main() -> None:
     config = config_for(Device((9, 0), 132), torch.bfloat16, 4096)
     found = {
-        f"floor, count={count}": compiled(candidates._floor_kernel, {**LISTED, "COUNT": count})
+        f"floor, count={count}": compiled(candidates._floor_kernel, {**LISTED, "COUNT": count, "ALONE": count})
         for count in (False, True)
     }
     found["list"] = compiled(candidates._list_kernel, LISTED)

@@ -62,7 +62,7 @@ def found(z: Tensor, monkeypatch: pytest.MonkeyPatch, *, short: bool = True, **k
     k, p = kept.get("top_k"), kept.get("top_p")
     if not short:
         monkeypatch.setattr(shortlist, "shortlist_length", lambda columns: 0)
-    logits, bracket = listed(work, body.to(DEVICE), f, parts, own, own[0], None, k=k, p=p)
+    logits, _, bracket = listed(work, body.to(DEVICE), f, parts, None, k=k, p=p)
     threshold, out = torch.empty(n, device=DEVICE), torch.empty(len(SUMS), n, device=DEVICE)
     wanted, total = torch.full_like(f, k or 0.0), None
     if k is not None:
@@ -122,8 +122,9 @@ def rows() -> Tensor:
 
 def sampled(size: int) -> Tensor:
     """[V] which logits a sample of that size has."""
-    four, tiles = torch.arange(size) // 4, -(-V // WIDTH)
-    columns = four * tiles // (size // 4) * WIDTH + four * 5 % (WIDTH // 4) * 4 + torch.arange(size) % 4
+    each, tiles = shortlist.EACH.value, -(-V // WIDTH)
+    group = torch.arange(size) // each
+    columns = group * tiles // (size // each) * WIDTH + group * 5 % (WIDTH // each) * each + torch.arange(size) % each
     return torch.zeros(tiles * WIDTH, dtype=torch.bool).index_fill(0, columns, True)[:V]
 
 
@@ -166,6 +167,18 @@ def test_a_sample_that_misleads(larger: bool, kept: dict[str, Any], monkeypatch:
     if "top_k" in kept:
         assert (ways.short, ways.raised) == ([larger] * 2, [True] * 2)
         assert torch.all((threshold < 0.0) == larger)
+    check(z, monkeypatch, **kept)
+
+
+@pytest.mark.parametrize("kept", [{"top_k": 1500}, {"top_p": 0.7}], ids=str)
+def test_neighbours_that_are_alike(kept: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight equal logits tell no more than one: a sample of them is in more doubt than one of as many others."""
+    monkeypatch.setattr(shortlist, "SAMPLE", 1024)
+    monkeypatch.setattr(shortlist, "shortlist_length", lambda columns: 4096)
+    z = torch.randn(32, V // 4, generator=torch.Generator().manual_seed(9)).repeat_interleave(8, 1)[:, :V]
+    ways = Ways(monkeypatch)
+    found(z, monkeypatch, **kept)
+    assert ways.short == [True] * 32
     check(z, monkeypatch, **kept)
 
 

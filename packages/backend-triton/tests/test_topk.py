@@ -225,14 +225,14 @@ def test_few_tiles_are_read(kept: dict[str, Any], monkeypatch: pytest.MonkeyPatc
     want, original, counts = truth(example, **kept), held_module.listed, []
 
     def listed(*arguments: Any, **options: Any) -> Any:
-        logits, bracket = original(*arguments, **options)
+        logits, whole, bracket = original(*arguments, **options)
         (rows, tiles), lengths = logits.ids.shape, logits.count.tolist()
         counts.extend(lengths)
         for row, count in enumerate(lengths):
             read = torch.zeros(tiles, dtype=torch.bool)
             read[logits.ids[row, :count].long().cpu()] = True
             logits.held.view(rows, tiles, -1)[row, ~read] = 1e6
-        return logits, bracket
+        return logits, whole, bracket
 
     monkeypatch.setattr(held_module, "listed", listed)
     got = example.run(backend="triton", **kept)

@@ -18,12 +18,13 @@ from torch import Tensor
 
 from logitless.collectives import gather_stacked
 from logitless.types import Problem
-from logitless_triton.candidates import listed
+from logitless_triton.candidates import listed, normalisers
 from logitless_triton.held import Held
 from logitless_triton.listing import blocks, tile_logits
 from logitless_triton.rows import Rows, Work
 from logitless_triton.shortlist import find
 from logitless_triton.threshold import SUMS
+from logitless_triton.tile import LOWEST
 
 __all__ = ["top_k_log_probs"]
 
@@ -79,15 +80,18 @@ def _best_kernel(
 def _of_rows(held: Held, rows: Rows, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """Of a block of rows: M and S [2, m] of all ranks, and this rank's largest x and their ids [m, k]."""
     work, m = held.work, rows.count
-    parts, own, whole = held.partials(rows)
+    parts, group = held.scan(rows), work.problem.group
+    whole = torch.stack((work.empty(m).fill_(LOWEST.value), work.empty(m).zero_()))  # of a rank without columns
     value, ids = work.empty(m, k).fill_(-math.inf), work.empty(m, k, dtype=torch.int64).fill_(LAST)
     found = min(k, work.head.valid)
     if m and found:
-        logits, bracket = listed(work, held.of(rows), rows.f, parts, own, own[0, :m], None, k=found, p=None)
+        logits, whole, bracket = listed(work, held.of(rows), rows.f, parts, None, k=found, p=None)
         threshold, sums = work.empty(m), work.empty(len(SUMS), m)
         find(logits, bracket, torch.full_like(rows.f, float(found)), threshold, sums, summed=0, count=True)
         logits.launch(_best_kernel, threshold, value, ids, k=k, V=work.head.valid, **blocks(work))
-    return whole[:2, :m], value, ids.where(ids == LAST, ids + work.problem.vocab_start)
+    if group is not None:
+        whole = normalisers(gather_stacked(whole, group), rows.f)
+    return whole, value, ids.where(ids == LAST, ids + work.problem.vocab_start)
 
 
 def _ranked(held: Held, rows: Rows, k: int) -> tuple[Tensor, Tensor]:

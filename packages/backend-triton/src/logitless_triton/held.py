@@ -21,7 +21,6 @@ from torch import Tensor
 from logitless.collectives import gather_stacked
 from logitless.types import Forwarded, Problem
 from logitless_triton.candidates import listed
-from logitless_triton.combine import combine
 from logitless_triton.forward import Scores, forward_pass, scan
 from logitless_triton.kept import Kept
 from logitless_triton.layout import LOGITS, held_rows
@@ -77,28 +76,18 @@ class Held:
             logits[:, valid:] = -math.inf
         return logits
 
-    def partials(self, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
-        """Scan a block of rows: tiles' statistics [3, tiles, >= m], this rank's M, S, T [3, >= m], and all ranks'."""
-        work, p = self.work, self.work.problem
-        parts = work.empty(3, self.tiles, ceil_div(rows.count, 16) * 16)
-        scan(work, rows, self.kept(rows), None, parts)
+    def scan(self, rows: Rows) -> Tensor:
+        """Hold the logits of a block of rows; tiles' statistics [3, tiles, >= m]."""
+        parts = self.work.empty(3, self.tiles, ceil_div(rows.count, 16) * 16)
+        scan(self.work, rows, self.kept(rows), None, parts)
         self.ended(rows)
-        own, unused = work.empty(3, parts.shape[2]), work.empty(0)
-        combine(parts, unused, rows.f, own, unused, unused, p.vocab_size, finish=False)
-        if p.group is None:
-            return parts, own, own
-        ranks = gather_stacked(own, p.group).transpose(0, 1)
-        whole = torch.empty_like(own)
-        combine(ranks, unused, rows.f, whole, unused, unused, p.vocab_size, finish=False)
-        return parts, own, whole
+        return parts
 
     def every_tile(self, rows: Rows, top: Tensor) -> Listing:
-        """All of them, for each row."""
-        like = rows.labels
-        ids = torch.arange(self.tiles, dtype=torch.int32, device=like.device).expand(rows.count, -1)
-        count = like.new_full((rows.count,), self.tiles, dtype=torch.int32)
+        """All of them, for each row; their numbers are not read."""
+        count = rows.labels.new_full((rows.count,), self.tiles, dtype=torch.int32)
         outside = torch.full_like(top, -math.inf)
-        return Listing(self.work, self.ended(rows), rows.f, top, ids, count, outside)
+        return Listing(self.work, self.ended(rows), rows.f, top, count.unsqueeze(1), count, outside)
 
 
 class HeldScores:
@@ -189,9 +178,7 @@ def held_pass(held: Held, rows: Rows, scores: HeldScores, start: int) -> None:
     own = scores.own[:, span]
     if work.truncated:
         rows = rows.with_factors(scores.f[span])
-        parts, mine, whole = held.partials(rows)
-        scores.top[:, span] = whole[:2, : rows.count]
-        _find(held, rows, (parts, mine, whole[:, : rows.count]), scores.threshold[span], own)
+        scores.top[:, span] = _find(held, rows, held.scan(rows), scores.threshold[span], own)
     else:
         one = rows if rows.labels.ndim == 1 else rows.with_labels(rows.labels[:, 0].contiguous())
         forward_pass(work, one, held.kept(rows), scores.plain, start)
@@ -206,11 +193,12 @@ def held_pass(held: Held, rows: Rows, scores: HeldScores, start: int) -> None:
         own[len(SUMS) + 1 :] = held.of(rows).gather(1, scores.columns[span]).T
 
 
-def _find(held: Held, rows: Rows, partials: tuple[Tensor, Tensor, Tensor], threshold: Tensor, out: Tensor) -> None:
-    """The threshold [m] of a block of rows, and this rank's sums over what it keeps."""
-    work, p, (parts, mine, whole) = held.work, held.work.problem, partials
-    f, top, mass, total, group = rows.f, whole[0], whole[1], None, p.group
-    logits, bracket = listed(work, held.of(rows), f, parts, mine, top, group, k=p.top_k, p=p.top_p)
+def _find(held: Held, rows: Rows, parts: Tensor, threshold: Tensor, out: Tensor) -> Tensor:
+    """M and S [2, m] of a block of rows; fills in the threshold [m], and this rank's sums over what it keeps."""
+    work, p, f, total = held.work, held.work.problem, rows.f, None
+    group = p.group
+    logits, whole, bracket = listed(work, held.of(rows), f, parts, group, k=p.top_k, p=p.top_p)
+    mass = whole[1]
 
     def kept(bracket: Tensor, wanted: Tensor, *, summed: int, count: bool, total: Tensor | None = None) -> Tensor:
         """Keys [m] of the thresholds, with `threshold` and `out` filled in."""
@@ -230,6 +218,7 @@ def _find(held: Held, rows: Rows, partials: tuple[Tensor, Tensor, Tensor], thres
             bracket = torch.stack((least, bracket[1]))
     if p.top_p is not None:
         kept(bracket, mass * p.top_p, summed=summed, count=False, total=total)
+    return whole
 
 
 def forward(problem: Problem, *, entropy: bool) -> Forwarded:

@@ -21,6 +21,8 @@ from torch import Tensor
 
 from logitless.collectives import gather_stacked
 from logitless.types import Gradients, Needs, Problem
+from logitless_triton.candidates import normalisers
+from logitless_triton.combine import combine
 from logitless_triton.forward import scan
 from logitless_triton.held import Held
 from logitless_triton.kept import Kept
@@ -75,12 +77,20 @@ def _pair(student: Problem, teacher: Problem, both: bool) -> tuple[Work, Work]:
     return work, ref
 
 
+def _normalisers(held: Held, rows: Rows) -> Tensor:
+    """M and S [2, m] of all ranks, of a block of rows whose logits are then held."""
+    work, p, parts = held.work, held.work.problem, held.scan(rows)
+    own, unused = work.empty(3, parts.shape[2]), work.empty(0)
+    combine(parts, unused, rows.f, own, unused, unused, p.vocab_size, finish=False)
+    own = own[:2, : rows.count]
+    return own if p.group is None else normalisers(gather_stacked(own, p.group), rows.f)
+
+
 def _mixture(held: tuple[Held, Held], rows: tuple[Rows, Rows], stats: Tensor, beta: float) -> Tensor:
     """Jensen-Shannon's divergences [m] of a block of rows, and its stats [5, m]."""
     for place, (one, those) in enumerate(zip(held, rows, strict=True)):
-        *_, whole = one.partials(those)
-        stats[place] = whole[0, : those.count]
-        stats[2 + place] = whole[1, : those.count].log2()
+        stats[place], total = _normalisers(one, those)
+        stats[2 + place] = total.log2()
     sums = _sums(held, rows, stats, beta).mul_(LN2).clamp_(min=0.0)
     stats[4] = sums[0]
     return beta * sums[1] + (1.0 - beta) * sums[0]

@@ -30,7 +30,7 @@ class Listing:
     held: Tensor  # [m, whole tiles], −inf beyond the vocabulary
     f: Tensor  # [m]
     top: Tensor  # [m] M of all ranks
-    ids: Tensor  # [m, tiles] int32
+    ids: Tensor  # [m, tiles] int32; not read of a row of which all tiles are
     count: Tensor  # [m] int32
     outside: Tensor  # [m] the largest x of the other tiles
     mass: Tensor | None = None  # [m] Σ 2^((x−M)·f) of those that are to be read, where it is asked for
@@ -43,9 +43,10 @@ class Listing:
 
 
 def blocks(work: Any, most: int = STEP) -> dict[str, int]:
-    """Rows of a program, and how many of each row's logits it looks at together, if not `most`."""
+    """Rows of a program, how many of each row's logits it looks at together, if not `most`, and what it takes."""
     rows, block = (16, 512) if work.interpreted else (1, most)
-    return {"WIDTH": work.config.forward.columns, "ROWS": rows, "BLOCK": block, "num_warps": 4}
+    taken = {"num_warps": 4, "maxnreg": 80}  # six programs of a multiprocessor: on an H200 all rows of a chunk at once
+    return {"WIDTH": work.config.forward.columns, "ROWS": rows, "BLOCK": block, **taken}
 
 
 @triton.jit
@@ -91,7 +92,8 @@ def tile_logits(held, ids, rows, first, count, stride_held, stride_ids, WIDTH: t
     place = first + tl.arange(0, BLOCK // WIDTH)[None, :]
     rows = rows.to(tl.int64)
     listed = place < count[:, None]
-    tile = tl.load(ids + rows[:, None] * stride_ids + place, mask=listed, other=0)
+    some = listed & (count < stride_held // WIDTH)[:, None]  # of all tiles nothing waits for their numbers
+    tile = tl.where(some, tl.load(ids + rows[:, None] * stride_ids + place, mask=some, other=0), place)
     cols = tile[:, :, None] * WIDTH + tl.arange(0, WIDTH)[None, None, :]
     at = held + rows[:, None, None] * (stride_held // WIDTH * WIDTH) + cols
     return tl.load(at, mask=listed[:, :, None], other=-float("inf")), cols, listed[:, :, None]

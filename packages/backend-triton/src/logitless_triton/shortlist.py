@@ -8,9 +8,9 @@ for keys between which the threshold lies but for bad luck:
     number   n̂(t) = c·#{sampled x >= t}, of k                              c: listed logits for each sampled one
     mass     what is not kept, of which each term is less than 2^((t−M)·f): m̂(t) = m − c·Σ{sampled x < t} 2^((x−M)·f)
 
-each give or take 4 standard deviations, √(c·q·what is estimated) at most, and 8·c·q, where q is the largest term:
-a few large terms that the sample has missed. Bad luck is noticed, as is a short list that overflows; the rounds then go
-through all listed tiles, as they do where those are few.
+each give or take 4 standard deviations, as the sums of `EACH` logits side by side tell them, which may be alike, and
+8·c·q, where q is the largest term: a few large terms that the sample has missed. Bad luck is noticed, as is a short
+list that overflows; the rounds then go through all listed tiles, as they do where those are few.
 
 A round leaves little of a short list: where that was long, it is put behind it, what surely is kept is added to the
 sums, and the next rounds read no more than that. The largest logit that is not kept is seldom anywhere but in the short
@@ -35,6 +35,7 @@ from logitless_triton.tile import FLOOR
 __all__ = ["find"]
 
 STEPS = tl.constexpr(24)  # through the sample, at most: half of them halve what is left of the values, half of the keys
+EACH = tl.constexpr(8)  # sampled logits side by side: the 32 bytes that a multiprocessor reads at least
 NEAR = tl.constexpr(8.0)  # sampled logits between two keys that are near enough: few beside the doubt
 
 
@@ -43,7 +44,11 @@ def _edge(x, weight, f, M, low, high, each, total, wanted, sign, sampled, COUNT:
     """Keys [ROWS] side by side: at the first there is enough in the sample, give (sign 1) or take (−1) doubt.
 
     Side by side but for `NEAR`; of the rows that are not `sampled`, what they were.
+
+    Args:
+        x, weight: [ROWS, groups, EACH].
     """
+    GROUPS: tl.constexpr = x.shape[1]
     at_low = tl.full(low.shape, float("inf"), tl.float32)
     at_high = -at_low
     step, pending = 0, sampled
@@ -52,16 +57,17 @@ def _edge(x, weight, f, M, low, high, each, total, wanted, sign, sampled, COUNT:
         value = tl.minimum(tl.maximum(value, low), high - 1)  # also of infinities and NaN
         middle = tl.where(step % 2 == 0, value, low + ((high - low) >> 1))
         level = float_of(middle)
-        above = x >= level[:, None]
+        above = x >= level[:, None, None]
         if COUNT:
-            estimate = each * tl.sum(tl.where(above, weight, 0.0), 1)
             unit = each
-            found = estimate
+            groups = tl.sum(tl.where(above, weight, 0.0), 2)
         else:
-            estimate = each * tl.sum(tl.where(above, 0.0, weight), 1)
             unit = each * tl.exp2((level - M) * f)
-            found = total - estimate
-        found += sign * (4.0 * tl.sqrt(unit * estimate) + 8.0 * unit)
+            groups = tl.sum(tl.where(above, 0.0, weight), 2)
+        summed = tl.sum(groups, 1)
+        variance = tl.sum(groups * groups, 1) - summed * summed / GROUPS
+        found = each * summed if COUNT else total - each * summed
+        found += sign * (4.0 * each * tl.sqrt(tl.maximum(variance, 0.0)) + 8.0 * unit)
         enough = found >= wanted
         low = tl.where(pending & enough, middle, low)
         high = tl.where(pending & (enough == 0), middle, high)
@@ -102,19 +108,20 @@ def _sample_kernel(
         total = tl.load(total_ptr + rows, mask=inside, other=0.0)
         wanted = tl.load(wanted_ptr + rows, mask=inside, other=0.0)
         at = rows.to(tl.int64)[:, None]
-        offs = tl.arange(0, SAMPLE)[None, :]
-        place = offs // 4 * count[:, None] // (SAMPLE // 4)  # four logits each of many tiles
+        group = tl.arange(0, SAMPLE // EACH)[None, :]
+        place = group * count[:, None] // (SAMPLE // EACH)  # of many tiles one or a few
         is_listed = place < count[:, None]
         tile = tl.load(ids + at * stride_ids + place, mask=is_listed, other=0)
-        cols = tile * WIDTH + offs // 4 * 5 % (WIDTH // 4) * 4 + offs % 4  # 5: each four elsewhere in its tile
-        x = tl.load(held + at * (stride_held // WIDTH * WIDTH) + cols, mask=is_listed, other=-float("inf"))
-        real = is_listed
+        first = at * (stride_held // WIDTH * WIDTH) + tile * WIDTH + group * 5 % (WIDTH // EACH) * EACH  # 5: elsewhere
+        real = tl.broadcast_to(is_listed[:, :, None], (ROWS, SAMPLE // EACH, EACH))
+        x = tl.load(held + first[:, :, None] + tl.arange(0, EACH)[None, None, :], mask=real, other=-float("inf"))
         if COUNT:
             weight = real.to(tl.float32)
         else:
             if NESTED:  # what is below is not part of the total
-                real = real & (x >= float_of(low)[:, None])
-            weight = tl.where(real, tl.exp2(tl.maximum((x - M[:, None]) * f[:, None], FLOOR)), 0.0)
+                real = real & (x >= float_of(low)[:, None, None])
+            d = tl.maximum((x - M[:, None, None]) * f[:, None, None], FLOOR)
+            weight = tl.where(real, tl.exp2(d), 0.0)
         each = count.to(tl.float32) * (WIDTH / SAMPLE)
         low, _ = _edge(x, weight, f, M, low, high, each, total, wanted, -1.0, sampled, COUNT)
         _, high = _edge(x, weight, f, M, low, high, each, total, wanted, 1.0, sampled, COUNT)
@@ -361,19 +368,18 @@ def find(
     """
     work, (rows, columns) = logits.work, logits.held.shape
     least, length, sizes, search = bracket.new_empty(rows), shortlist_length(columns), blocks(work), blocks(work, LOOK)
-    registers = {"maxnreg": 80}  # six programs of a multiprocessor: on an H200 all rows of a chunk at once
     near, short, size, above = bracket, work.empty(0), least, work.empty(0)
     if length:
         near, above = torch.empty_like(bracket), work.empty(2, rows)
         short, size = work.empty(rows, length), work.empty(rows, dtype=torch.int32)
         lengths = {"LENGTH": length, "SAMPLE": SAMPLE, "COUNT": count}
-        sample = {name: sizes[name] for name in ("WIDTH", "ROWS", "num_warps")} | {"NESTED": total is not None}
+        sample = {name: sizes[name] for name in sizes if name != "BLOCK"} | {"NESTED": total is not None}
         whole = logits.mass if total is None else total
         logits.launch(_sample_kernel, logits.f, logits.top, whole, wanted, bracket, near, **lengths, **sample)
         own = (logits.f, logits.top, wanted, bracket, near, short, size, above, out)
         options = {"SUMMED": summed, "PART": search["BLOCK"], "stride_out": out.stride(0)}
-        logits.launch(_split_kernel, *own, **options, **lengths, **sizes, **registers)
+        logits.launch(_split_kernel, *own, **options, **lengths, **sizes)
     own = (logits.outside, logits.f, logits.top, wanted, bracket, near, short, size, above, least, threshold, out)
     options = {"LENGTH": length, "SUMMED": summed, "COUNT": count, "stride_out": out.stride(0)}
-    logits.launch(_find_kernel, *own, **options, **search, **registers)
+    logits.launch(_find_kernel, *own, **options, **search)
     return least
