@@ -196,17 +196,19 @@ def divergences(record: Record) -> str:
     """`kl.py`: milliseconds, over those of the products, peak and errors, forward and backward together."""
     lines = []
     for result in record["results"]:
-        lines.append([f"*{result['direction']}*", *[""] * 5])
+        lines.append([f"*{result['direction']}*", *[""] * 6])
         for row in sorted(result["rows"], key=lambda row: float(row["median_ms"])):
             if row["mode"] == "backward":
                 name, way = row["name"], row["name"].partition(", ")[2]
                 if row["kind"] == "ours":
                     name = f"**logitless, {way}**" if way else "**logitless**"
-                errors = [f"{row['errors'][key]:.1e}" if row["errors"] else "–" for key in ("divergence", "d_weight")]
+                found = (row["errors"].get(key) for key in ("mean", "divergence", "d_weight"))
+                errors = ["–" if error is None else f"{error:.1e}" for error in found]
                 peak = "–" if row["peak_gib"] is None else f"{row['peak_gib']:.1f}"
                 lines.append([name, f"{row['median_ms']:.1f}", f"{row['ratio']:.2f}", peak, *errors])
-        lines += [[f"not run: {name}, {reason}", *[""] * 5] for name, reason in result["not_run"].items()]
-    header = ["forward + backward", "ms", "× products", "peak GiB", "error, nats", "d_weight, relative"]
+        lines += [[f"not run: {name}, {reason}", *[""] * 6] for name, reason in result["not_run"].items()]
+    header = ["forward + backward", "ms", "× products", "peak GiB"]
+    header += ["error of the mean, nats", "largest of a token", "d_weight, relative"]
     return _setting(record) + markdown(header, lines)
 
 
