@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import combinations
 from typing import Any
 
 import pytest
 import torch
 
 from logitless import collectives
+from logitless._live import FACTS, Live
 from logitless.errors import InvalidInputError
 
 CPU = torch.device("cpu")
@@ -49,3 +51,12 @@ def test_all_facts_of_a_divergence_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert told(monkeypatch, long, {**long, "beta": 0.25}).startswith(
         "group: its ranks disagree (beta: rank 0 has None"
     )
+
+
+def test_masks_of_as_many_tokens_are_told_apart() -> None:
+    """Of five tokens two are live; the sums of their places are equal for some pairs of them: 1 + 4 and 2 + 3."""
+    pairs = list(combinations(range(5), 2))
+    masks = [torch.full((5,), -100).index_fill(0, torch.tensor(pair), 0) for pair in pairs]
+    told = [Live(labels, None, -100, 7, validate=True)._of_rank().tolist() for labels in masks]
+    assert len({facts[FACTS.index("checksum of labels")] for facts in told}) == len(pairs)
+    assert {tuple(facts[:4]) for facts in told} == {(2, 0, 0, 0)}

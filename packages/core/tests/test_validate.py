@@ -135,6 +135,16 @@ VALUES: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "temperature-zero": ({"temperature": 0}, ["temperature: got 0", "a positive finite number"]),
     "temperature-negative": ({"temperature": -0.5}, ["temperature: got -0.5", "a positive finite number"]),
+    "temperature-low": ({"temperature": 9.9e-6}, ["temperature: got 9.9e-06", "from 1e-05 to 100000.0"]),
+    "temperature-high": ({"temperature": 100001}, ["temperature: got 100001", "from 1e-05 to 100000.0"]),
+    "temperature-low-token": (
+        {"temperature": torch.tensor([1.0, 1.0, 9.9e-6, 1.0, 1.0])},
+        ["temperature: got 9.8999", "at flat position 2", "from 1e-05 to 100000.0"],
+    ),
+    "temperature-high-token": (
+        {"temperature": torch.tensor([1.0, 1e5, 1.0, 100001.0, 1.0])},
+        ["temperature: got 100001.0 at flat position 3", "from 1e-05 to 100000.0"],
+    ),
     "temperature-nan": ({"temperature": float("nan")}, ["temperature: got nan", "a positive finite number"]),
     "temperature-per-row": (
         {"temperature": torch.ones(V)},
@@ -199,6 +209,12 @@ def test_what_ignored_tokens_hold_is_not_checked() -> None:
     labels = torch.tensor([0, -100, 1, 2, 3])
     cold = torch.tensor([1.0, float("nan"), 1.0, 1.0, 1.0])
     assert call(labels=labels, temperature=cold).log_probs[1] == 0.0
+
+
+@pytest.mark.parametrize("temperature", [1e-5, 1e5])
+def test_the_ends_of_the_temperatures_are_served(temperature: float) -> None:
+    number, tensor = call(temperature=temperature), call(temperature=torch.full((N,), temperature, dtype=torch.float64))
+    assert torch.equal(number.log_probs, tensor.log_probs)
 
 
 def test_another_ignore_index() -> None:

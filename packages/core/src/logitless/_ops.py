@@ -228,8 +228,6 @@ class _Plain(Function):
         ctx.save_for_backward(*args[:TENSORS], out.stats, problem.live, out.kept)
         # grad_buffer isn't saved: one backward may write it before another's has run
         ctx.numbers, ctx.grad_buffer, ctx.spent = args[TENSORS:], grad_buffer, False
-        if out.extras is not None:
-            ctx.mark_non_differentiable(out.extras)
         return out.log_probs, out.entropy, out.extras  # type: ignore[return-value]
 
     @staticmethod
