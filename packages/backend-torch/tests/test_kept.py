@@ -210,6 +210,36 @@ def test_any_set(
         check(example, 1e-9, 1e-11, top_k=top_k, top_p=top_p, workspace_bytes=workspace_bytes, validate=validate)
 
 
+def test_a_backward_whose_logits_are_rounded_otherwise_draws_the_same_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The least of the kept logits would else be left out, or the largest of the others taken in."""
+    example = random_example(21, dtype=torch.float32).fresh()
+    leaves = list(example.leaves().values())
+    weights = example.grad_log_probs.float()
+    exact = torch.autograd.grad(example.score(backend="torch", top_k=7).log_probs, leaves, weights)
+    out, logits = example.score(backend="torch", top_k=7), tiles.TilePlan.logits
+    for factor in (1.0 - 1e-6, 1.0 + 1e-6):
+
+        def off(plan: Any, rows: Any, columns: Any, z: torch.Tensor, factor: float = factor) -> None:
+            logits(plan, rows, columns, z)
+            z.mul_(factor)
+
+        monkeypatch.setattr(tiles.TilePlan, "logits", off)
+        found = torch.autograd.grad(out.log_probs, leaves, weights, retain_graph=True)
+        for mine, right in zip(found, exact, strict=True):
+            torch.testing.assert_close(mine, right, rtol=1e-4, atol=1e-5)
+
+
+def test_the_line_between_neighbouring_floats() -> None:
+    """Their mean is one of them, and here the one that is not kept."""
+    dropped = torch.tensor(1.0)
+    least = torch.nextafter(dropped, dropped + 1)
+    assert (dropped + least) / 2 == dropped
+    weight = torch.stack((torch.tensor(2.0), least, dropped, torch.tensor(0.0))).unsqueeze(1).requires_grad_()
+    out = logitless.linear_log_probs(torch.ones(1, 1), weight, torch.zeros(1).long(), top_k=2, backend="torch")
+    (grad,) = torch.autograd.grad(out.log_probs, weight, torch.ones(1))
+    assert (grad.flatten() != 0).tolist() == [True, True, False, False]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_floats_and_their_order(dtype: torch.dtype) -> None:
     info = torch.finfo(dtype)

@@ -126,8 +126,9 @@ class _Block:
         added_RK = torch.where(is_kept_RK, 0.0, over_RK.log1p())
         log_prob_RK = (below_RK - log_sum.unsqueeze(1) - added_RK).clamp(max=0.0) + 0.0
         entropy = (log_sum - sums.moment / total).clamp(0.0, math.log(p.vocab_size))
-        # Halfway to the next logit: a backward whose logits are off by rounding draws the same line.
-        line_R = torch.where(sums.dropped < threshold_R, (threshold_R + sums.dropped) / 2, threshold_R)
+        # Halfway to the next logit: a backward whose logits are off by rounding draws the same line. Not where that is
+        # the next logit itself, which is the neighbouring float or −inf.
+        line_R = (threshold_R + sums.dropped) / 2
         line_R = torch.where((line_R > sums.dropped) & (line_R <= threshold_R), line_R, threshold_R)
         stats = torch.cat((torch.stack((self.max_R, log_sum, entropy, line_R)), added_RK.neg().exp().T))
         found = {
