@@ -34,6 +34,7 @@ def make() -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor, torch.T
     labels[1, 0] = -100
     tensors = {"hidden": randn(N, D), "weight": randn(VOCAB, D), "bias": randn(VOCAB)}
     tensors = {name: (x * 8).round() / 8 for name, x in tensors.items()}  # exact products: equal logits are equal
+    tensors["bias"][0] = 4.0  # the largest logit of some tokens
     tensors["weight"][30:34] = tensors["weight"][:4]  # in both shards
     tensors["bias"][30:34] = tensors["bias"][:4]
     return tensors, labels, randn(N, K), randn(N)
@@ -71,6 +72,13 @@ def sharded(rank: int, size: int, spans: tuple[int, ...], even: bool) -> list[An
 
 def close(got: torch.Tensor, want: torch.Tensor) -> None:
     torch.testing.assert_close(got.double(), want.double(), rtol=1e-10, atol=1e-11)
+
+
+def test_some_tokens_have_their_largest_logit_in_both_shards() -> None:
+    tensors, labels, *_ = make()
+    z = tensors["hidden"] @ tensors["weight"][:VALID].T + tensors["bias"][:VALID]
+    largest = (z == z.amax(1, keepdim=True))[(labels != -100).any(1)]
+    assert 0 < (largest[:, 0] & largest[:, 30]).sum() < len(largest)
 
 
 @pytest.mark.parametrize("name", SPANS)
