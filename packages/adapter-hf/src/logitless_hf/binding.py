@@ -24,7 +24,7 @@ from logitless_hf.outputs import CausalLMOutputForPPO, for_ddp, unrounded
 from logitless_hf.scoring import OPTIONS, HeadReport, examine, scored_forward, valued_forward
 from logitless_hf.traffic import passing
 
-__all__ = ["Binding", "bind", "bind_always", "binding_of", "inspect_head", "is_bound_class", "unbind"]
+__all__ = ["Binding", "bind", "bind_always", "binding_of", "inspect_head", "is_bound_class", "posing_as", "unbind"]
 
 Model = TypeVar("Model", bound=nn.Module)
 STATE = "_logitless"  # where a bound instance keeps its Binding
@@ -107,10 +107,10 @@ def bound_class(base: Any) -> Any:
         return (_restore, (base,), *reduced[2:]) if type(self) is bound_class(base) else reduced
 
     namespace: dict[str, Any] = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
-    namespace |= {MARK: base, "__reduce_ex__": __reduce_ex__, "forward": _like(forward, base.forward)}
+    namespace |= {MARK: base, "__reduce_ex__": __reduce_ex__, "forward": posing_as(forward, base.forward)}
     namespace["__call__"] = __call__
     if hasattr(base, "generate"):
-        namespace["generate"] = _like(generate, base.generate)
+        namespace["generate"] = posing_as(generate, base.generate)
     return type(base)(base.__name__, (base,), namespace)
 
 
@@ -137,8 +137,8 @@ def is_bound_class(cls: type) -> bool:
     return MARK in cls.__dict__
 
 
-def _like(function: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    """With the original's name, documentation and signature, which Trainer and `generate` inspect."""
+def posing_as(function: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, with the original's name, documentation and signature, which Trainer and `generate` inspect."""
     functools.update_wrapper(function, original)
     del function.__wrapped__  # type: ignore[attr-defined]  # accelerate strips what has one
     function.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]

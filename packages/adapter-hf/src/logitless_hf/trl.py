@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from logitless.errors import InputTypeError, InvalidInputError, UnsupportedError
-from logitless_hf.binding import _like, bind, binding_of, inspect_head, unbind
+from logitless_hf.binding import bind, binding_of, inspect_head, posing_as, unbind
 from logitless_hf.labels import IGNORE_INDEX
 from logitless_hf.scoring import HeadReport
 
@@ -169,7 +169,7 @@ def _forward_like(original: Callable[..., Any]) -> Callable[..., Any]:
         return type(self).forward(self, *args, **kwargs)
 
     setattr(forward, MARK, True)
-    return _like(forward, original)
+    return posing_as(forward, original)
 
 
 def _slot(model: nn.Module) -> str:
@@ -284,7 +284,7 @@ def _interposed(owner: Any, function: Any, backend: str | None, entropy_grad: bo
         ours(self, *args, **kwargs)
 
     namespace: dict[str, Any] = {key: getattr(owner, key) for key in ("__module__", "__qualname__", "__doc__")}
-    return type(owner)(owner.__name__, (owner,), {**namespace, "__init__": _like(__init__, init)})
+    return type(owner)(owner.__name__, (owner,), {**namespace, "__init__": posing_as(__init__, init)})
 
 
 def with_logitless(
@@ -332,7 +332,7 @@ def with_logitless(
     init: Any = trainer.__dict__.get("__init__", owner.__dict__["__init__"])
     namespace: dict[str, Any] = {key: getattr(trainer, key) for key in ("__module__", "__qualname__", "__doc__")}
     metaclass: Any = type(trainer)
-    made: Any = metaclass(trainer.__name__, bases, {**namespace, MADE: True, "__init__": _like(__init__, init)})
+    made: Any = metaclass(trainer.__name__, bases, {**namespace, MADE: True, "__init__": posing_as(__init__, init)})
     result: type[Trainer] = made
     return result
 
