@@ -198,6 +198,15 @@ def test_a_confident_tokens_gradient_loses_no_digit(rest: float) -> None:
     torch.testing.assert_close(leaf.grad[0, 3].double(), exact.grad[0, 3], rtol=1e-5, atol=0.0)
 
 
+@pytest.mark.parametrize(("logit", "dz"), [(-60.0, -math.exp(-60.0)), (-80.0, 0.0)], ids=["small", "negligible"])
+def test_what_is_no_denormal_number_keeps_its_gradient(logit: float, dz: float) -> None:
+    """p is 9e-27, and 2e-35, which is 0: times a small upstream gradient it would be denormal, and slow."""
+    weight = torch.tensor([[0.0], [logit]], requires_grad=True)
+    out = logitless.linear_log_probs(torch.ones(1, 1), weight, torch.zeros(1).long(), backend="torch")
+    (grad,) = torch.autograd.grad(out.log_probs, weight, torch.ones(1))
+    assert grad[1].item() == pytest.approx(dz, rel=1e-4, abs=0.0)
+
+
 def test_activation_checkpointing() -> None:
     from torch.utils.checkpoint import checkpoint
 
