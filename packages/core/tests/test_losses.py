@@ -134,6 +134,20 @@ def test_gspo_token_form_has_the_sequence_form_gradient() -> None:
     torch.testing.assert_close(both[0], both[1], rtol=1e-10, atol=1e-12)
 
 
+def test_gspo_token_form_gives_the_ratio_no_gradient() -> None:
+    ratio = torch.full((3,), 1.0, requires_grad=True)
+    log_probs = torch.zeros(3, requires_grad=True)
+    loss = losses.gspo_token(log_probs, ratio, torch.ones(3)).sum()
+    assert torch.autograd.grad(loss, (log_probs, ratio), allow_unused=True)[1] is None
+
+
+def test_k3_keeps_its_digits_where_the_policies_are_close() -> None:
+    """exp(d) − 1 − d would be off by a rounding of 1, which is more than the whole."""
+    d = torch.tensor([1e-4, -1e-4])
+    k3 = losses.kl_to_reference(torch.zeros(2), d)
+    torch.testing.assert_close(k3.double(), d.double().square() / 2, rtol=1e-2, atol=0.0)
+
+
 def test_clip_stops_the_gradient_and_only_there() -> None:
     log_probs = torch.tensor([0.5, 0.5, -0.5, -0.5, 0.0], dtype=torch.float64, requires_grad=True)
     advantages = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0], dtype=torch.float64)
@@ -248,5 +262,6 @@ def test_nothing_to_score() -> None:
     assert losses.count_tokens([]) == 0
     empty = batch_of([1])
     assert losses.token_mean_weights(empty.labels, 0).tolist() == [0.0, 0.0]
-    assert losses.sequence_mean_weights(empty, 1).tolist() == [0.0, 0.0]
+    for total in (0, 1):
+        assert losses.sequence_mean_weights(empty, total).tolist() == [0.0, 0.0]
     assert losses.group_advantages(torch.zeros(0), torch.zeros(0, dtype=torch.long)).shape == (0,)

@@ -274,8 +274,12 @@ def test_every_rank_gets_as_many_micro_batches() -> None:
 
 
 def test_micro_batches_are_even() -> None:
-    parts = make("list", [8, 7, 1, 2, 3, 3]).micro_batches(12)
-    assert sorted(sum(part.lengths) for part in parts) == [12, 12]
+    """First-fit decreasing makes 10 and 6; it stands where an even filling, of 7 and 5, does not fit."""
+    loads = [
+        sorted(sum(part.lengths) for part in make("list", lengths).micro_batches(most))
+        for lengths, most in (([6, 4, 3, 3], 10), ([3, 3, 2, 2, 2], 6))
+    ]
+    assert loads == [[7, 9], [6, 6]]
 
 
 def test_gradients_flow_through_pack_and_unpack() -> None:
@@ -405,6 +409,18 @@ def test_a_nested_tensor_with_room_between_its_rows() -> None:
     assert batch.lengths == (3, 0, 2)
     assert batch.input_ids.tolist() == [1, 2, 3, 12, 13]
     assert batch.labels.tolist() == [2, 3, IGNORE_INDEX, 13, IGNORE_INDEX]
+
+
+def test_a_nested_tensor_with_room_around_its_rows() -> None:
+    ids = torch.nested.nested_tensor_from_jagged(torch.arange(6), torch.tensor([1, 3, 3, 5]))
+    assert PackedBatch.from_nested(ids).input_ids.tolist() == [1, 2, 3, 4]
+
+
+def test_a_sequence_of_no_tokens_is_a_list() -> None:
+    batch = PackedBatch.from_sequences([[1, 2], [], [3]])
+    assert batch.input_ids.tolist() == [1, 2, 3]
+    assert batch.input_ids.dtype == torch.int64
+    assert batch.lengths == (2, 0, 1)
 
 
 def test_a_transposed_nested_tensor_is_refused() -> None:

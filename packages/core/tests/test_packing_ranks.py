@@ -96,6 +96,19 @@ def test_micro_batches_of_ranks_that_are_idle_or_in_error() -> None:
     assert second[2].startswith("InvalidInputError: max_tokens: got 100; another rank of the group has a sequence")
 
 
+def idle_everywhere(rank: int, size: int) -> list[Any]:
+    idle = packed([3])._idle()
+    none = packed([])
+    counts = [len(part.micro_batches(8, group=dist.group.WORLD)) for part in (idle, none)]
+    parts = (none if rank else packed([3, 2])).micro_batches(3, group=dist.group.WORLD)
+    return [counts, [part.input_ids.shape[0] for part in parts]]
+
+
+def test_micro_batches_of_ranks_that_are_all_idle_or_have_no_sequence() -> None:
+    """An idle batch stays one on every rank; a rank without sequences gets one token for each of another's batches."""
+    assert run_ranks(2, idle_everywhere, seconds=SECONDS) == [[[1, 0], [3, 2]], [[1, 0], [1, 1]]]
+
+
 def left_alone(rank: int, size: int, what: str, folder: str) -> None:
     dist.barrier()
     connected = Path(folder, "connected")

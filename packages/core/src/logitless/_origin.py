@@ -56,7 +56,7 @@ class Origin:
         columns = self.shape[1] if self.kind == "padded" else 0
         origin = Origin.of(self.kind, lengths, source_M.device, columns)
         if self.kind == "padded":
-            return origin, row_M * columns + source_M % max(columns, 1)
+            return origin, row_M * columns + source_M % columns
         return origin, torch.arange(source_M.shape[0], device=source_M.device)
 
     def flatten(self, x: Any) -> Tensor:

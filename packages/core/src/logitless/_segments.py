@@ -104,7 +104,7 @@ def fill_bins(sizes: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def split_bins(bins: list[list[int]], sizes: Sequence[int], count: int) -> list[list[int]]:
-    """`count` bins out of fewer: the fullest that can be split is, again and again; then empty ones."""
+    """`count` bins out of `fill_bins`'s: the fullest that can be split is, again and again; then empty ones."""
     bins = [list(members) for members in bins]
     while len(bins) < count:
         fullest = max(
@@ -115,9 +115,8 @@ def split_bins(bins: list[list[int]], sizes: Sequence[int], count: int) -> list[
         if fullest is None:
             bins.append([])
             continue
-        members = sorted(fullest, key=lambda i: (-sizes[i], i))
-        fullest[:] = members[0::2]
-        bins.append(members[1::2])
+        bins.append(fullest[1::2])  # in a bin the largest come first
+        fullest[:] = fullest[0::2]
     return bins
 
 
