@@ -5,6 +5,7 @@ PyTorch has those products (`out_dtype=`) on GPUs alone, so here float32 product
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from logitless import TokenLogProbs, linear_policy_loss
+from logitless import TokenLogProbs, linear_kl, linear_policy_loss
 from logitless.testing import check_gradients, check_results, random_example
 from logitless.testing.divergence import check_divergence, random_divergence
 from logitless.testing.example import Results
@@ -104,3 +105,14 @@ def test_divergences(dtype: torch.dtype, scale: float, direction: str) -> None:
     case = random_divergence(20, direction=direction, dtype=dtype, vocab=90, bias=True)
     case = replace(case, student=case.student.scale_upstream(scale))
     check_divergence(case.run(backend="torch"), case)
+
+
+def test_far_from_its_reference_a_divergences_dz_has_room_in_float16() -> None:
+    """KL(student‖reference) is 1000 nats, and dz half of that: 2^8 times as much would be infinite."""
+    student = torch.zeros(2, 1, dtype=torch.float16, requires_grad=True)
+    reference = torch.tensor([[0.0], [-2000.0]], dtype=torch.float16)
+    hidden = torch.ones(1, 1, dtype=torch.float16)
+    value = linear_kl(hidden, student, hidden, reference, direction="reverse", backend="torch")
+    assert value.item() == pytest.approx(1000.0 + math.log(0.5))
+    (grad,) = torch.autograd.grad(value, student, torch.ones(1))
+    assert grad.flatten().tolist() == [-500.0, 500.0]
