@@ -311,6 +311,20 @@ def test_what_is_no_model_is_refused(make_model: Any) -> None:
         bind(patched)
 
 
+def test_a_bound_model_that_another_bind_refuses_is_unbound(make_model: Any, tokens: Tensor) -> None:
+    model = make_model()
+    base = type(model)
+    forward = logitless.make_forward(model)
+    handle = model.lm_head.register_forward_hook(lambda module, args, output: output.abs())
+    with pytest.raises(UnsupportedError, match="a forward hook on the head"):
+        bind(model)
+    assert type(model) is base
+    with pytest.raises(UnsupportedError, match="was unbound after make_forward"):
+        forward(logitless.PackedBatch.from_padded(tokens, torch.ones_like(tokens)))
+    handle.remove()
+    assert scores(bind(model), tokens).isfinite().all()
+
+
 def test_a_model_of_a_bound_models_class_is_unbound(make_model: Any, tokens: Tensor) -> None:
     model = make_model()
     base = type(model)

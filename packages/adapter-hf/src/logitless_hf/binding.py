@@ -229,7 +229,8 @@ def bind(model: Model, backend: str | None = None) -> Model:
         backend: name of a logitless backend; None chooses at each call.
 
     Raises:
-        UnsupportedError: the head is not understood; the message says why, and the model is as it was.
+        UnsupportedError: the head is not understood; the message says why, and the model is as it was, or unbound if it
+            was bound: its scores would be those of the head as it was understood before.
         NotFoundError: no backend is installed.
     """
     return _bind(model, backend, always=False)
