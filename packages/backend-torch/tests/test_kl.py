@@ -21,6 +21,17 @@ class TestTorchDivergence(DivergenceConformance):
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
+@pytest.mark.parametrize("beta", [0.1, 0.5, 0.9])
+def test_jensen_shannon_next_to_its_reference_keeps_its_digits(beta: float) -> None:
+    """About 1e-8 nats, where each of its two parts is off by a rounding of 1: more than the whole."""
+    case = random_divergence(100, direction="jsd", beta=beta, dtype=torch.float32, vocab=300, std=2.0)
+    weight = case.student.head.weight
+    noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
+    case = replace(case, teacher=case.student.with_head(weight=weight.detach() + 1e-4 * noise))
+    value, (want, _) = case.value(backend="torch"), case.truth()
+    torch.testing.assert_close(value.double(), want, rtol=0.1, atol=1e-9)
+
+
 @each_direction
 @pytest.mark.parametrize("capped", [False, True])
 def test_gradcheck(direction: str, capped: bool) -> None:

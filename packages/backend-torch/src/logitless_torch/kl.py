@@ -147,9 +147,9 @@ def kl_forward(
             shares[:, span] += _mixture_sums(plans, rows, columns, stats[:, span], beta)
     if student.group is not None:
         shares = gather_stacked(shares, student.group).sum(0)
-    shares.clamp_(min=0.0)
     stats[4] = shares[0]
-    return beta * shares[1] + (1.0 - beta) * shares[0], stats
+    # The sum, not each of the two: next to equal heads their roundings are large, of opposite sign, and cancel.
+    return (beta * shares[1] + (1.0 - beta) * shares[0]).clamp_(min=0.0), stats
 
 
 def _dz(
