@@ -28,6 +28,17 @@ class TestTritonDivergence(DivergenceConformance):
     dtypes = (torch.float32, torch.bfloat16, torch.float16) if HAS_GPU else (torch.float32, torch.float16)
 
 
+@pytest.mark.parametrize("beta", [0.1, 0.5])
+def test_jensen_shannon_next_to_its_reference_is_not_too_large(beta: float) -> None:
+    """About 1e-8 nats, where each of its two parts is off by a rounding of 1: clamped at 0, they no longer cancel."""
+    case = random_divergence(100, direction="jsd", beta=beta, dtype=torch.float32, vocab=300, std=2.0, device=DEVICE)
+    weight = case.student.head.weight.detach()
+    noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    case = replace(case, teacher=case.student.with_head(weight=weight + 1e-4 * noise))
+    value, (want, _) = case.value(backend="triton"), case.truth()
+    assert abs(float((value.double() - want).mean().detach())) < 4e-9
+
+
 @pytest.mark.skipif(HAS_GPU, reason="what the kernels' launchers allocate is seen on the CPU")
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_nothing_of_tokens_by_vocabulary_is_held(direction: str) -> None:

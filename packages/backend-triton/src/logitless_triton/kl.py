@@ -91,9 +91,10 @@ def _mixture(held: tuple[Held, Held], rows: tuple[Rows, Rows], stats: Tensor, be
     for place, (one, those) in enumerate(zip(held, rows, strict=True)):
         stats[place], total = _normalisers(one, those)
         stats[2 + place] = total.log2()
-    sums = _sums(held, rows, stats, beta).mul_(LN2).clamp_(min=0.0)
+    sums = _sums(held, rows, stats, beta).mul_(LN2)
     stats[4] = sums[0]
-    return beta * sums[1] + (1.0 - beta) * sums[0]
+    # The sum, not each of the two: next to equal heads their roundings are large, of opposite sign, and cancel.
+    return (beta * sums[1] + (1.0 - beta) * sums[0]).clamp_(min=0.0)
 
 
 def _bound(stats: Tensor, kind: int) -> Tensor:

@@ -33,7 +33,8 @@ def _surprise(weight, ratio, share):
     """weight·log2(weight/μ) where ratio is the other's log2 less its own, and share the other's part of μ."""
     # 100: no weight that a sum sees lies that far below the other, and 2^ratio stays finite.
     other = tl.exp2(tl.minimum(ratio, 100.0, propagate_nan=tl.PropagateNan.ALL))
-    return tl.where(weight == 0.0, 0.0, -weight * tl.log2(1.0 - share + share * other))
+    # Of equal ones exactly 0: 1 − share + share may be off by a rounding, the same in all of a row.
+    return tl.where(weight == 0.0, 0.0, -weight * tl.log2(1.0 + share * (other - 1.0)))
 
 
 @triton.jit
