@@ -155,6 +155,16 @@ def test_what_is_left_out_and_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     check(z, monkeypatch, top_k=5)
 
 
+def test_all_tiles_but_one_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all tiles the numbers are not read, but of these they are."""
+    z = rows()[:3]
+    z[:, 5 * WIDTH : 6 * WIDTH] -= 1e4
+    ways = Ways(monkeypatch)
+    found(z, monkeypatch, top_p=0.95)
+    assert ways.named["count_ptr"].tolist() == [33] * 3
+    check(z, monkeypatch, top_p=0.95)
+
+
 @pytest.mark.parametrize("larger", [True, False], ids=["too low", "too high"])
 @pytest.mark.parametrize("kept", [{"top_k": 1000}, {"top_p": 0.3}], ids=str)
 def test_a_sample_that_misleads(larger: bool, kept: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,7 +65,9 @@ def sharded(rank: int, size: int, cuts: str) -> list[Any]:
     options["workspace_bytes"] = 12_000 if cuts == "uneven" else 512 << 20  # chunks by the whole vocabulary
     found: list[Any] = [score(linear_log_probs, own, begin, kept, **options) for kept in SETS[cuts]]
     head = head_of(own, begin)
-    found.append([x.detach() for x in top_k_log_probs(own["hidden"], head, BEST[cuts], **options)])
+    with torch.no_grad():  # else they are scored again
+        values = top_k_log_probs(own["hidden"], head, BEST[cuts], **options)
+    found.append([*(x.detach() for x in top_k_log_probs(own["hidden"], head, BEST[cuts], **options)), *values])
     if cuts == "even":
         labels, g = make()[1][:, 1], make()[2][:, 1]
         loss, _ = linear_policy_loss(
@@ -101,8 +103,9 @@ def test_equals_unsharded(cuts: str) -> None:
     head, best = head_of(whole, None), len(SETS[cuts])
     ids, log_probs = reference.top_k_log_probs(whole["hidden"].detach(), head, BEST[cuts])
     for rank in ranks:
-        assert torch.equal(rank[best][0], ids)
-        close(rank[best][1], log_probs)
+        for got_ids, got in (rank[best][:2], rank[best][2:]):
+            assert torch.equal(got_ids, ids)
+            close(got, log_probs)
     if cuts == "even":
         _, labels, g, _ = make()
         out = reference.linear_log_probs(whole["hidden"], head, labels[:, 1], top_k=6, top_p=0.9)
