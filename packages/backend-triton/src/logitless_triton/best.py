@@ -81,7 +81,6 @@ def _of_rows(held: Held, rows: Rows, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """Of a block of rows: M and S [2, m] of all ranks, and this rank's largest x and their ids [m, k]."""
     work, m = held.work, rows.count
     parts, group = held.scan(rows), work.problem.group
-    whole = torch.stack((work.empty(m).fill_(LOWEST.value), work.empty(m).zero_()))  # of a rank without columns
     value, ids = work.empty(m, k).fill_(-math.inf), work.empty(m, k, dtype=torch.int64).fill_(LAST)
     found = min(k, work.head.valid)
     if m and found:
@@ -89,6 +88,8 @@ def _of_rows(held: Held, rows: Rows, k: int) -> tuple[Tensor, Tensor, Tensor]:
         threshold, sums = work.empty(m), work.empty(len(SUMS), m)
         find(logits, bracket, torch.full_like(rows.f, float(found)), threshold, sums, summed=0, count=True)
         logits.launch(_best_kernel, threshold, value, ids, k=k, V=work.head.valid, **blocks(work))
+    else:  # a rank without columns
+        whole = torch.stack((work.empty(m).fill_(LOWEST.value), work.empty(m).zero_()))
     if group is not None:
         whole = normalisers(gather_stacked(whole, group), rows.f)
     return whole, value, ids.where(ids == LAST, ids + work.problem.vocab_start)
