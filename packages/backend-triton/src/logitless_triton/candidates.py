@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from logitless.collectives import gather_stacked
-from logitless_triton.listing import Listing, blocks, factors, float_of, key_of, program_rows
+from logitless_triton.listing import RESIDENT, Listing, blocks, factors, float_of, key_of, program_rows
 from logitless_triton.tile import FLOOR, LOWEST, ceil_div
 
 __all__ = ["listed", "normalisers"]
@@ -181,7 +181,7 @@ def listed(
         group: whose ranks look for one threshold, in all of their logits; None: in this rank's.
         k, p: how many logits are to be found, or which part of the mass.
     """
-    count, tiles, sizes = f.shape[0], parts.shape[1], blocks(work)
+    count, tiles, sizes = f.shape[0], parts.shape[1], blocks(work) | RESIDENT
     sizes["BLOCK"] = max(16, triton.next_power_of_2(tiles))
     width, grid = sizes.pop("WIDTH"), (ceil_div(count, sizes["ROWS"]),)
     own = work.empty(3, count)

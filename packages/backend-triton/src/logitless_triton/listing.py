@@ -19,7 +19,20 @@ from torch import Tensor
 from logitless_triton.layout import STEP
 from logitless_triton.tile import ceil_div
 
-__all__ = ["Listing", "blocks", "factors", "float_of", "key_of", "load_bracket", "program_rows", "tile_logits"]
+__all__ = [
+    "RESIDENT",
+    "Listing",
+    "blocks",
+    "factors",
+    "float_of",
+    "key_of",
+    "load_bracket",
+    "program_rows",
+    "tile_logits",
+]
+
+RESIDENT = {"maxnreg": 80}
+"""Registers of a thread: six programs of a multiprocessor, on an H200 all rows of a chunk at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +56,9 @@ class Listing:
 
 
 def blocks(work: Any, most: int = STEP) -> dict[str, int]:
-    """Rows of a program, how many of each row's logits it looks at together, if not `most`, and what it takes."""
+    """Rows of a program, and how many of each row's logits it looks at together, if not `most`."""
     rows, block = (16, 512) if work.interpreted else (1, most)
-    taken = {"num_warps": 4, "maxnreg": 80}  # six programs of a multiprocessor: on an H200 all rows of a chunk at once
-    return {"WIDTH": work.config.forward.columns, "ROWS": rows, "BLOCK": block, **taken}
+    return {"WIDTH": work.config.forward.columns, "ROWS": rows, "BLOCK": block, "num_warps": 4}
 
 
 @triton.jit

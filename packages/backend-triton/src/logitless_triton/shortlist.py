@@ -27,8 +27,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from logitless_triton.layout import SAMPLE, shortlist_length
-from logitless_triton.listing import Listing, blocks, factors, float_of, key_of, load_bracket, program_rows
+from logitless_triton.layout import SAMPLE, STEP, shortlist_length
+from logitless_triton.listing import RESIDENT, Listing, blocks, factors, float_of, key_of, load_bracket, program_rows
 from logitless_triton.threshold import LANES, LOOK, add_up, aim, load_sums, look, merged, narrowed, only, store_sums
 from logitless_triton.tile import FLOOR
 
@@ -367,7 +367,8 @@ def find(
         total: [m] mass of all logits from another threshold on, where the bracket begins with it.
     """
     work, (rows, columns) = logits.work, logits.held.shape
-    least, length, sizes, search = bracket.new_empty(rows), shortlist_length(columns), blocks(work), blocks(work, LOOK)
+    least, length = bracket.new_empty(rows), shortlist_length(columns)
+    sizes, search = (blocks(work, most) | RESIDENT for most in (STEP, LOOK))
     near, short, size, above = bracket, work.empty(0), least, work.empty(0)
     if length:
         near, above = torch.empty_like(bracket), work.empty(2, rows)
