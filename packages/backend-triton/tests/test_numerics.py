@@ -134,6 +134,23 @@ def test_a_column_at_plus_infinity_is_nan_as_in_the_reference(column: int) -> No
 # Sizes
 
 
+@pytest.mark.parametrize("lowest", [-1e30, -2e38, -math.inf])
+@pytest.mark.parametrize("kept", [{}, {"top_k": 2}], ids=str)
+@pytest.mark.parametrize("several", [False, True])
+def test_a_row_of_which_no_logit_is_above_the_lowest_is_nan(lowest: float, kept: dict[str, Any], several: bool) -> None:
+    """Not what −inf beyond the vocabulary makes of it; one logit above it is enough."""
+    hidden, weight = torch.ones(2, 3, device=DEVICE), torch.zeros(300, 3, device=DEVICE)
+    bias = torch.full((300,), lowest, device=DEVICE)
+    labels = torch.tensor([[1, 2], [298, 299]] if several else [1, 299], device=DEVICE)
+    out = logitless.linear_log_probs(hidden, logitless.LMHead(weight, bias), labels, backend="triton", **kept)
+    assert out.log_probs.isnan().all()
+    assert out.entropy is not None
+    assert out.entropy.isnan().all()
+    bias[:2] = -9e29
+    out = logitless.linear_log_probs(hidden, logitless.LMHead(weight, bias), labels * 0, backend="triton", **kept)
+    torch.testing.assert_close(out.entropy, torch.full((2,), math.log(2.0), device=DEVICE), rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("head", [{}, {"softcap": 1e3}, {"scale": 1e3}], ids=str)
 @pytest.mark.parametrize("temperature", [1e-5, 1e5])
 def test_the_last_tiles_end_is_masked_at_any_temperature(temperature: float, head: dict[str, float]) -> None:

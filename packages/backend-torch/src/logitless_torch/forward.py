@@ -112,7 +112,12 @@ class Statistics:
             log_sum = torch.where(below == 0, self.rest.log1p(), self.total().log())
             log_prob = below - log_sum
         entropy = (log_sum - self.moment / self.total()).clamp(0.0, math.log(vocab_size))
-        return log_prob.clamp(max=0.0) + 0.0, log_sum, entropy
+        # Nothing is above −inf, which the maximum begins just above: such a token has no scores.
+        lowest = self.max <= torch.finfo(self.max.dtype).min
+        nothing = lowest & (self.label == -math.inf if self.label.ndim == 1 else (self.label == -math.inf).any(1))
+        log_prob = log_prob.clamp(max=0.0) + 0.0
+        log_prob = log_prob.masked_fill(nothing if log_prob.ndim == 1 else nothing.unsqueeze(1), math.nan)
+        return log_prob, log_sum, entropy.masked_fill(nothing, math.nan)
 
     def extras(self, problem: Problem) -> Tensor | None:
         """`Problem.stats` in their order, [rows, n]; of a whole vocabulary, where every label is kept."""

@@ -180,6 +180,9 @@ def _combine_kernel(
         log_p = tl.where(log_p > 0.0, 0.0, log_p) * _LN2
         entropy = (log_s - T / S) * _LN2
         entropy = tl.where(entropy < 0.0, 0.0, tl.where(entropy > top_entropy, top_entropy, entropy))
+        is_known = M > LOWEST  # else no logit can be told from −inf, nor from what lies beyond the vocabulary
+        log_p = tl.where(is_known, log_p, float("nan"))
+        entropy = tl.where(is_known, entropy, float("nan"))
         tl.store(stats + offs, M, mask=inside)
         tl.store(stats + stride_stats + offs, log_s, mask=inside)
         tl.store(stats + 2 * stride_stats + offs, entropy, mask=inside)

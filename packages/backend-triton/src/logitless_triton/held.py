@@ -29,7 +29,7 @@ from logitless_triton.rounds import kept_sums, search
 from logitless_triton.rows import LOG2E, Rows, Work
 from logitless_triton.shortlist import find
 from logitless_triton.threshold import SUMS
-from logitless_triton.tile import LN2, ceil_div
+from logitless_triton.tile import LN2, LOWEST, ceil_div
 
 __all__ = ["Held", "HeldScores", "forward", "held_pass", "needs_logits"]
 
@@ -155,8 +155,10 @@ class HeldScores:
             self.extras[:, span] = torch.cat([found[name].to(self.extras.dtype) for name in p.stats])
 
     def _store(self, span: slice, log_prob: Tensor, entropy: Tensor) -> None:
+        is_unknown = self.top[0, span] <= LOWEST.value  # as `logitless_triton.combine` has it
+        log_prob = log_prob.masked_fill(is_unknown.unsqueeze(1), math.nan)
         self.log_prob[span] = log_prob if self.log_prob.ndim == 2 else log_prob.squeeze(1)
-        self.entropy[span] = entropy
+        self.entropy[span] = entropy.masked_fill(is_unknown, math.nan)
 
 
 def _truncated(over: Tensor, is_kept: Tensor) -> tuple[Tensor, Tensor]:

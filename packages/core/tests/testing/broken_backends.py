@@ -202,6 +202,10 @@ def finite(problem: Problem, out: Forwarded) -> Forwarded:
     return replace(out, log_probs=out.log_probs.clamp(min=-1e4))
 
 
+def never_nan(problem: Problem, out: Forwarded) -> Forwarded:
+    return replace(out, log_probs=out.log_probs.nan_to_num(nan=0.0))
+
+
 def no_zero_times_infinity(problem: Problem, out: Forwarded) -> Forwarded:
     log_p = logits(problem).log_softmax(1)
     return replace(out, entropy=-(log_p.exp() * log_p).sum(1))
@@ -392,6 +396,7 @@ DEFECTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "test_common_offset": (forward(unshifted), {"offset": 1e4}),
     "test_minus_infinity": (forward(no_zero_times_infinity), {"cut": "some"}),
     "test_label_at_minus_infinity": (forward(finite), {}),
+    "test_nothing_but_minus_infinity_is_nan": (forward(never_nan), {}),
     "test_peaked": (forward(unshifted), {}),
     "test_vocabulary_of_one": (forward(off), {}),
     "test_confident_tokens_keep_their_digits": (forward(label_of_another_sum), {}),

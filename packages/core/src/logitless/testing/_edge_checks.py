@@ -143,6 +143,16 @@ class EdgeChecks(ConformanceChecks, kit=True):
         check_scores(out, fresh)
         expect(float(out.log_probs[0]) == float("-inf"), f"got {float(out.log_probs[0])}, expected −inf")
 
+    def test_nothing_but_minus_infinity_is_nan(self, dtype: torch.dtype) -> None:
+        """A token that can be none of the vocabulary has no scores: torch's log_softmax is NaN too."""
+        example = self.example(dtype, bias=True)
+        if "bias" in self.refuses:
+            pytest.skip("refuses bias")
+        nothing = torch.full_like(bias_of(example), float("-inf"))
+        out = example.with_head(bias=nothing).score(backend=self.backend)
+        for name, scores in (("log_probs", out.log_probs), ("entropy", out.entropy)):
+            expect(scores is not None and bool(scores[example.live].isnan().all()), f"{name}: got {scores}, want NaN")
+
     def test_peaked(self, dtype: torch.dtype) -> None:
         """Almost one-hot distributions, with labels at the peak and far from it."""
         example = self.example(dtype, 20, std=60.0, ignored=False)
