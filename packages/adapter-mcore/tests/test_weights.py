@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from megatron_cpu import FAMILIES, alone, build_gpt, gpt_config, hf_config, hf_model, parallel, run_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from logitless.errors import InputTypeError, InvalidInputError, UnsupportedError
@@ -296,13 +296,27 @@ def test_biases_that_the_model_has_no_place_for() -> None:
     ],
 )  # fmt: skip
 def test_a_wrong_shape(name: str, shape: tuple[int, ...], said: str) -> None:
-    def run() -> str:
-        reference = hf_model()
-        with pytest.raises(InvalidInputError) as caught:
-            load_hf_weights(build_gpt(reference.config), having(**{name: torch.zeros(shape)})(reference))
-        return str(caught.value)
+    assert said in refusal(having(**{name: torch.zeros(shape)}))
 
-    assert said in alone(run)
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (torch.zeros(63), "(63,) of {folder} gives (63,) for decoder.final_layernorm"),
+        (torch.zeros(64, dtype=torch.int8), "(64,) of {folder} is torch.int8, expected float32"),
+        (torch.zeros(64).to(torch.float8_e4m3fn), "(64,) of {folder} is torch.float8_e4m3fn, expected float32"),
+    ],
+    ids=["shape", "int8", "float8"],
+)
+def test_nothing_is_written_of_a_folder_that_does_not_fit(wrong: Tensor, said: str, tmp_path: Path) -> None:
+    """The last parameter's tensor is at fault."""
+
+    def folder(model: Any) -> Path:
+        tensors = {name: x.contiguous() for name, x in having(model__norm__weight=wrong)(model).items()}
+        save_file(tensors, tmp_path / "model.safetensors")
+        return tmp_path
+
+    assert said.format(folder=tmp_path) in refusal(folder)
 
 
 def test_groups_that_do_not_divide() -> None:

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from logitless.errors import InputTypeError, InvalidInputError, NotFoundError
@@ -20,6 +21,7 @@ from logitless_mcore.experts import one_by_one
 __all__ = ["HFSource", "open_source", "read_json"]
 
 INDEX = "model.safetensors.index.json"
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # as files say it
 # What versions of transformers put before names that the checkpoints of vision-language models have without.
 PREFIXES = {
     "model.language_model.": "model.",
@@ -62,6 +64,13 @@ class HFSource:
         whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
         return whole.detach()
 
+    def blank(self, name: str) -> Tensor:
+        """The tensor's shape and dtype, on the meta device; of a file, and of a DTensor, no values are read."""
+        if isinstance(self._tensors, _Files):
+            return self._tensors.blank(self._names[name])
+        tensor = self._tensors[self._names[name]]
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
 
 def open_source(source: Any) -> HFSource:
     """A path, a Hugging Face model or a mapping of names to tensors, to read from.
@@ -99,11 +108,23 @@ class _Files(Mapping[str, Any]):
         return len(self._files)
 
     def __getitem__(self, name: str) -> Any:
+        with self._file_of(name) as file:
+            return file.get_tensor(name)
+
+    def blank(self, name: str) -> Tensor:
+        """As `HFSource.blank`."""
+        with self._file_of(name) as file:
+            told = file.get_slice(name)
+            dtype, shape = DTYPES.get(told.get_dtype()), told.get_shape()
+        return torch.empty(shape, dtype=dtype, device="meta") if dtype is not None else self[name].to("meta")
+
+    @contextmanager
+    def _file_of(self, name: str) -> Iterator[Any]:
         path = self._files[name]
         if path not in self._open:
             self._open[path] = _opened(path)
         with _told(path):
-            return self._open[path].get_tensor(name)
+            yield self._open[path]
 
 
 def _unreadable(path: Path, why: object) -> InvalidInputError:

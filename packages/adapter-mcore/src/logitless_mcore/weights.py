@@ -177,8 +177,8 @@ def load_hf_weights(model: Any, source: Any, *, check_config: bool = True) -> No
         check_config: refuse a model whose settings differ from the source's configuration.
 
     Raises:
-        InvalidInputError: names or shapes do not match, or the model's settings differ; names are checked before
-            anything is written.
+        InvalidInputError: names, shapes or dtypes do not match, or the model's settings differ: this is checked before
+            anything is written, on each rank for its own parameters; or a file cannot be read.
         UnsupportedError: the family or a parameter is not understood.
     """
     opened = open_source(source)
@@ -190,6 +190,8 @@ def load_hf_weights(model: Any, source: Any, *, check_config: bool = True) -> No
     stages = _stages(model)
     targets += [(_gpt(stage), target) for stage in stages for target in _tower_targets(stage)]
     _check_names([target for _, target in targets], opened, chunks[0], _tower_prefix(stages[0]))
+    for gpt, target in targets:
+        _shard(gpt, target, [opened.blank(name) for name in target.names], opened.where)
     for gpt, target in targets:
         _fill(gpt, target, opened)
 
@@ -244,26 +246,31 @@ def _check_names(targets: Sequence[Target], source: HFSource, gpt: Any, tower: s
             )
 
 
-def _fill(gpt: Any, target: Target, source: HFSource) -> None:
-    parts = [source.read(name) for name in target.names]
+def _shard(gpt: Any, target: Target, parts: list[Tensor], where: str) -> Tensor:
+    """This rank's part of a parameter, checked; parts on the meta device tell whether it can be made."""
     group = _tp_group(gpt, target)
     said = f"{' + '.join(target.names)} {' + '.join(str(tuple(part.shape)) for part in parts)}"
     odd = [part.dtype for part in parts if part.dtype not in FLOATS]
     if odd:
         raise InvalidInputError(
-            f"source: {said} of {source.where} is {odd[0]}, expected float32, bfloat16, float16 or float64; of a "
+            f"source: {said} of {where} is {odd[0]}, expected float32, bfloat16, float16 or float64; of a "
             "quantised checkpoint, save it dequantised first"
         )
     try:
         shard = target.layout.shard(parts, gpt, group.rank(), group.size())
     except RuntimeError as error:  # of view and cat, where the parts do not fit each other
-        raise InvalidInputError(f"source: {said} of {source.where} does not make {target.name}: {error}") from error
+        raise InvalidInputError(f"source: {said} of {where} does not make {target.name}: {error}") from error
     if shard.shape != target.parameter.shape:
         raise InvalidInputError(
-            f"source: {said} of {source.where} gives {tuple(shard.shape)} for {target.name} on each of "
+            f"source: {said} of {where} gives {tuple(shard.shape)} for {target.name} on each of "
             f"{group.size()} tensor-parallel ranks, expected {tuple(target.parameter.shape)}"
         )
-    target.parameter.copy_(shard)
+    return shard
+
+
+def _fill(gpt: Any, target: Target, source: HFSource) -> None:
+    parts = [source.read(name) for name in target.names]
+    target.parameter.copy_(_shard(gpt, target, parts, source.where))
     if isinstance(target.layout, Vocabulary):
         from logitless_mcore.head import set_vocab_size
 
