@@ -66,13 +66,21 @@ def test_an_id_outside_of_the_vocabulary_is_named(tokens: Tensor) -> None:
         bind(critic())(tokens, return_log_probs=True)
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [{"loss_fn": lambda scores, index: scores.log_probs}, {"top_k": 5}, {"top_p": 0.9}, {"stats": ("is_argmax",)}],
+    ids=lambda asked: next(iter(asked)),
+)
+def test_what_only_scores_have_is_refused(asked: dict[str, Any], tokens: Tensor) -> None:
+    with pytest.raises(InvalidInputError, match=f"{next(iter(asked))}: got some, expected none; a value model has no"):
+        bind(critic())(input_ids=tokens, return_log_probs=True, **asked)
+
+
 def test_what_is_no_value_model_is_refused(tokens: Tensor) -> None:
     with pytest.raises(UnsupportedError, match="get_output_embeddings"):
         bind(critic(labels=2))
     with pytest.raises(UnsupportedError, match=r"logits of shape \(2, 1\).*AutoModelForTokenClassification"):
         bind(critic(auto=AutoModelForSequenceClassification))
-    with pytest.raises(InvalidInputError, match="loss_fn"):
-        bind(critic())(input_ids=tokens, return_log_probs=True, loss_fn=lambda scores, index: scores.log_probs)
 
 
 class Critic(torch.nn.Module):

@@ -259,10 +259,10 @@ def value_model(rank: int, size: int, hf: Any, sp: bool) -> list[float]:
         outs = [make_forward(gpt, layout)(packed("thd")) for layout in ("thd", "bshd")]
         assert outs[0].log_probs is None
         torch.testing.assert_close(outs[0].values, outs[1].values, rtol=0, atol=TOLERANCE)
-        with pytest.raises(InvalidInputError, match="loss_fn"):
-            make_forward(gpt)(packed("thd"), loss_fn=lambda scores, index: scores.log_probs)
-        with pytest.raises(InvalidInputError, match="stats: got some for a value model"):
-            make_forward(gpt)(packed("thd"), stats=("is_argmax",))
+        options = {"loss_fn": lambda scores, index: scores.log_probs, "stats": ("is_argmax",), "top_k": 5, "top_p": 0.9}
+        for name, value in options.items():
+            with pytest.raises(InvalidInputError, match=f"{name}: got some for a value model"):
+                make_forward(gpt)(packed("thd"), **{name: value})
         return outs[0].values.tolist()
 
 

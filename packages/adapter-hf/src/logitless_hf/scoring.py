@@ -50,6 +50,7 @@ class Options:
 
 
 OPTIONS = tuple(field.name for field in fields(Options))  # here, since dynamo does not trace `fields`
+OF_SCORES = ("loss_fn", "top_k", "top_p", "stats")  # what a value model has not
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,10 +224,9 @@ def valued_forward(
     """
     call = _family_call(forward, args, kwargs)
     options = Options(**{name: call.pop(name) for name in OPTIONS if name in call})
-    if options.stats:
-        raise InvalidInputError("stats: got some, expected none; a value model has no distribution, use .values")
-    if options.loss_fn is not None:
-        raise InvalidInputError("loss_fn: got one, expected None; a value model has no scores to give it, use .values")
+    for name in OF_SCORES:
+        if getattr(options, name):
+            raise InvalidInputError(f"{name}: got some, expected none; a value model has no distribution, use .values")
     _prepare(model, forward, call)
     tokens = call.get("input_ids")
     if not isinstance(tokens, Tensor):

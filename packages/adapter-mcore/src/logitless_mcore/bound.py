@@ -143,10 +143,11 @@ class McoreForward:
             return self.model(**inputs)
         places = _places(batch, run)
         if is_value_model(self.model):
-            if loss_fn is not None:
-                raise InvalidInputError("loss_fn: got one for a value model, which has no log_probs; use its values")
-            if stats:
-                raise InvalidInputError("stats: got some for a value model, which has no distribution; use its values")
+            for name, asked_for in {"loss_fn": loss_fn, "stats": stats, "top_k": top_k, "top_p": top_p}.items():
+                if asked_for:
+                    raise InvalidInputError(
+                        f"{name}: got some for a value model, which has no distribution; use its values"
+                    )
             with without_prediction(inner), balance_of(inner) as balance:
                 values = self.model(**inputs)
             return CausalLMOutputForPPO(values=_home(values.squeeze(-1).t(), places), aux_loss=balance.loss())
