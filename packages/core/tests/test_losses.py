@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from logitless import PackedBatch, TokenLogProbs, losses
-from logitless.errors import InvalidInputError
+from logitless.errors import InputTypeError, InvalidInputError
 from logitless.testing.distributed import run_ranks
 
 N, V = 12, 7
@@ -172,6 +172,15 @@ def test_a_group_of_equal_rewards_gets_no_advantage(dtype: torch.dtype) -> None:
     assert got.dtype == dtype
     assert not got[:16].any()
     torch.testing.assert_close(got[16:].float(), torch.tensor([-1.0, 1.0]) * 0.5**0.5, rtol=4e-3, atol=0)
+
+
+def test_groups_are_any_integers() -> None:
+    """Numbers or hashes of prompts: nothing is made as long as the largest."""
+    rewards, groups = torch.tensor([1.0, 3.0, 2.0, 5.0]), torch.tensor([-7, -7, 2**62, 2**62])
+    want = losses.group_advantages(rewards, torch.tensor([0, 0, 1, 1]))
+    assert torch.equal(losses.group_advantages(rewards, groups), want)
+    with pytest.raises(InputTypeError, match=r"groups: got torch.float32, expected integers"):
+        losses.group_advantages(rewards, groups.float())
 
 
 def test_rewards_may_be_integers_or_booleans() -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from logitless._segments import ramp
 from logitless.collectives import all_reduce
-from logitless.errors import InvalidInputError
+from logitless.errors import InputTypeError, InvalidInputError
 from logitless.packing import IGNORE_INDEX, PackedBatch
 
 __all__ = [
@@ -186,7 +186,7 @@ def group_advantages(rewards: Tensor, groups: Tensor, *, scale: bool = True, eps
 
     Args:
         rewards: [B] numbers.
-        groups: [B] ints from 0, the prompt that each sequence answers.
+        groups: [B] ints, the same for all sequences that answer one prompt.
 
     Returns:
         [B] in the rewards' dtype, float32 for integers; computed in float32 or wider.
@@ -196,8 +196,11 @@ def group_advantages(rewards: Tensor, groups: Tensor, *, scale: bool = True, eps
             f"rewards, groups: got shapes {tuple(rewards.shape)} and {tuple(groups.shape)}, expected [B] and [B], one "
             "for each sequence"
         )
-    groups, wide = groups.long(), rewards.to(torch.promote_types(rewards.dtype, torch.float32))
-    zeros = wide.new_zeros(int(groups.max()) + 1 if groups.numel() else 0)
+    if groups.is_floating_point():
+        raise InputTypeError(f"groups: got {groups.dtype}, expected integers, one for each prompt")
+    prompts, groups = torch.unique(groups, return_inverse=True)
+    wide = rewards.to(torch.promote_types(rewards.dtype, torch.float32))
+    zeros = wide.new_zeros(prompts.shape)
     # Off the least, since the mean of equal numbers may be rounded, and eps is no larger than what is then left.
     above = wide - zeros.scatter_reduce(0, groups, wide, "amin", include_self=False)[groups]
     sizes = zeros.index_add(0, groups, torch.ones_like(wide))
