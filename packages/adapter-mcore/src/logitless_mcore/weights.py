@@ -177,8 +177,8 @@ def load_hf_weights(model: Any, source: Any, *, check_config: bool = True) -> No
         check_config: refuse a model whose settings differ from the source's configuration.
 
     Raises:
-        InvalidInputError: names, shapes or dtypes do not match, or the model's settings differ: this is checked before
-            anything is written, on each rank for its own parameters; or a file cannot be read.
+        InvalidInputError: names, shapes or dtypes do not match, or the model's settings differ, each rank's of its own
+            parameters, which it checks before it writes any; or a file cannot be read, perhaps after some were written.
         UnsupportedError: the family or a parameter is not understood.
     """
     opened = open_source(source)
