@@ -11,7 +11,6 @@ of other families when it loads one; so a model's own stay as they were made, an
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -26,7 +25,8 @@ from logitless.errors import InvalidInputError, UnsupportedError
 from logitless_mcore.capture import language_model, unwrapped
 from logitless_mcore.experts import expert_names, kind_of, others_expert
 from logitless_mcore.hf_settings import check_settings
-from logitless_mcore.hf_source import INDEX, HFSource, open_source
+from logitless_mcore.hf_source import HFSource, open_source
+from logitless_mcore.hf_target import HFTarget, agree
 from logitless_mcore.layouts import Copy, Gated, Layout, QueryKeyValue, Split, Vocabulary
 
 __all__ = ["hf_weights", "load_hf_weights", "save_hf_weights"]
@@ -347,6 +347,7 @@ def save_hf_weights(
     """Write the model as a Hugging Face checkpoint: safetensors by pipeline stage, with their index.
 
     A collective over all ranks; the first data-parallel replica writes, and all return when the checkpoint is whole.
+    Files get their names then: a save that fails leaves one that was in the folder as it was.
 
     Args:
         model: as for `load_hf_weights`.
@@ -357,9 +358,9 @@ def save_hf_weights(
 
     Raises:
         InvalidInputError: the folder holds a checkpoint in one file, which would be loaded in place of this one.
+        CollectiveError: another rank could not write; that one raises what it met.
     """
     from megatron.core import parallel_state
-    from safetensors.torch import save_file
 
     if Path(folder, "model.safetensors").exists():  # before anything is written; every rank sees it
         raise InvalidInputError(
@@ -370,33 +371,19 @@ def save_hf_weights(
     stage, replica = groups.pp.rank(), parallel_state.get_data_parallel_rank(with_context_parallel=True)
     writes = groups.tp.rank() == 0 and replica == 0
     place.mkdir(parents=True, exist_ok=True)
-    index: dict[str, str] = {}
-    held: dict[str, Tensor] = {}
-
-    def flush() -> None:
-        if held:
-            file = f"model-{stage + 1:05}-{len(set(index.values())) + 1:05}.safetensors"
-            save_file(held, place / file, metadata={"format": "pt"})
-            index.update(dict.fromkeys(held, file))
-            held.clear()
-
-    size = total = 0
+    target = HFTarget(place, stage, file_bytes)
     for name, tensor in hf_weights(model, vocab_size=vocab_size):
-        nbytes = tensor.numel() * tensor.element_size()
-        total += nbytes
         if writes:
-            if size + nbytes > file_bytes:
-                flush()
-                size = 0
-            held[name] = tensor.cpu().contiguous()
-            size += nbytes
-    flush()
-    stages: list[Any] = [None] * groups.pp.size()
-    dist.all_gather_object(stages, (index, total), group=groups.pp)
-    if writes and stage == 0:
-        whole = {name: file for names, _ in stages for name, file in names.items()}
-        told = {"metadata": {"total_size": sum(nbytes for _, nbytes in stages)}, "weight_map": whole}
-        (place / INDEX).write_text(json.dumps(told, indent=2, sort_keys=True) + "\n")
-        if config is not None:
-            config.save_pretrained(place)
-    dist.barrier()
+            target.put(name, tensor)
+    target.flush()
+    try:
+        agree(target.error)
+        stages: list[Any] = [None] * groups.pp.size()
+        dist.all_gather_object(stages, (target.index, target.total), group=groups.pp)
+        target.publish()
+        agree(target.error)
+        if writes and stage == 0:
+            target.write_index(stages, config)
+        agree(target.error)
+    finally:
+        target.discard()
